@@ -1,0 +1,61 @@
+"""cake-infer: a minimal inference engine for Llama, Mistral, Qwen and Gemma models with a KV cache whose budget holds.
+
+Nothing is imported until a name is used (PEP 562): `cake-infer --help` must not pay for torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .cache.config import CacheConfig
+    from .engine.engine import Engine
+    from .engine.results import Piece, Progress, Result
+    from .engine.sampling import GenerationConfig
+    from .engine.statistics import Statistics
+    from .errors import (
+        BackendError,
+        BudgetError,
+        CakeError,
+        MemoryLimit,
+        ModelNotFound,
+        OptionError,
+        PromptError,
+        SnapshotError,
+        TokenizerError,
+        UnsupportedModel,
+        WeightsError,
+    )
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Engine": ".engine.engine",
+    "Piece": ".engine.results",
+    "Progress": ".engine.results",
+    "Result": ".engine.results",
+    "GenerationConfig": ".engine.sampling",
+    "Statistics": ".engine.statistics",
+    "CacheConfig": ".cache.config",
+    "BackendError": ".errors",
+    "BudgetError": ".errors",
+    "CakeError": ".errors",
+    "MemoryLimit": ".errors",
+    "ModelNotFound": ".errors",
+    "OptionError": ".errors",
+    "PromptError": ".errors",
+    "SnapshotError": ".errors",
+    "TokenizerError": ".errors",
+    "UnsupportedModel": ".errors",
+    "WeightsError": ".errors",
+}
+
+__all__ = [*sorted(_HOME), "__version__"]  # noqa: PLE0604, RUF100
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME[name], __name__), name)

@@ -1,0 +1,1 @@
+"""What is kept: arena, budget, scores, cascade, policies."""

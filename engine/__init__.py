@@ -1,0 +1,1 @@
+"""Running a model: prefill, decode, attention, sampling, text, sessions."""
