@@ -1,0 +1,1 @@
+"""Eviction policies, one small file each."""
