@@ -1,0 +1,300 @@
+"""The KV arena: one preallocated buffer for K and one for V, in which ragged rows live and are compacted in place.
+
+A *slot* is room for one token's key and value of one KV head in one layer; a *row* is the kept slots of one (layer, KV
+head). A row is (offset, length, capacity) in slots. Rows of a layer lie side by side; where its heads have equal
+capacity, and only there, the layer is one strided view ``[kv_heads, length, head_dim]`` that attention reads in place.
+
+The buffer has two regions. *Kept* rows are stored in the KV dtype from the left. *Staging* holds the incoming tokens of
+one layer, in the compute dtype, to the right of them. While a piece of text is read, rows that are already compacted
+are packed at the left end of the kept region and rows of layers that are still to be read wait at its right end.
+After a prefill the staging bytes become the decode headroom: rows spread to the right, last row first.
+
+Nothing is allocated after construction but index tensors and one bounce buffer of at most 4 MiB: copying between
+overlapping views is undefined in torch (wrong data without an error for strided 3-D views, a race on a GPU).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import MemoryLimit
+from .layout import ALIGNMENT, ArenaLayout, ArenaSize, arena_bytes, kv_bytes, table_slots
+
+BOUNCE_BYTES = 4 << 20
+
+
+@dataclass
+class SavedRows:
+    """A packed copy of all rows: keys and values `[slots, head_dim]`, row by row, and their bookkeeping."""
+
+    keys: Tensor
+    values: Tensor
+    position: Tensor  # int32 [slots]
+    score: Tensor  # fp32 [slots]
+    length: np.ndarray  # int64 [layers, kv_heads]
+
+
+@dataclass
+class Staged:
+    """One layer's incoming tokens behind its kept rows: views into staging, valid until the next layer is staged."""
+
+    keys: Tensor  # [kv_heads, columns, head_dim], compute dtype
+    values: Tensor  # [kv_heads, columns, head_dim]
+    position: Tensor  # int32 [kv_heads, columns]
+    held: tuple[int, ...]  # kept tokens in front of the new ones, per KV head
+    tokens: int
+
+    @property
+    def agree(self) -> bool:
+        """Whether all heads hold equally many tokens, so that the new ones start in one column."""
+        return len(set(self.held)) == 1
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(held + self.tokens for held in self.held)
+
+
+class Arena:
+    """Rows of one sequence. All offsets, lengths and capacities are in slots; int64 tables `[layers, kv_heads]`."""
+
+    def __init__(self, layout: ArenaLayout, size: ArenaSize, device: torch.device | str = "cpu") -> None:
+        self.layout, self.size, self.device = layout, size, torch.device(device)
+        try:
+            self._k = torch.empty(kv_bytes(layout, size), dtype=torch.uint8, device=self.device)
+            self._v = torch.empty(kv_bytes(layout, size), dtype=torch.uint8, device=self.device)
+        except RuntimeError as error:  # torch's own out-of-memory errors derive from it
+            needed = arena_bytes(layout, size) / 2**20
+            raise MemoryLimit(
+                f"no memory for a KV arena of {needed:,.0f} MiB: lower the budget or the context"
+            ) from error
+        self.position = torch.zeros(table_slots(size), dtype=torch.int32, device=self.device)
+        self.score = torch.zeros(table_slots(size), dtype=torch.float32, device=self.device)
+        slot_bytes = layout.head_dim * layout.kv_dtype.itemsize
+        whole = self._k.numel() // slot_bytes * slot_bytes
+        self.keys = self._k[:whole].view(layout.kv_dtype).view(-1, layout.head_dim)  # [slots, head_dim]
+        self.values = self._v[:whole].view(layout.kv_dtype).view(-1, layout.head_dim)
+        shape = (layout.num_layers, layout.num_kv_heads)
+        self.offset = np.zeros(shape, dtype=np.int64)
+        self.length = np.zeros(shape, dtype=np.int64)
+        self.capacity = np.zeros(shape, dtype=np.int64)
+        self._bounce = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self._kept_end = 0  # of the kept region while a piece is read
+        self._packed_end = 0  # of the rows already compacted
+        self._read = 0  # layers already compacted
+
+    # -- what is there ------------------------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        return arena_bytes(self.layout, self.size)
+
+    @property
+    def kept_slots(self) -> int:
+        return int(self.length.sum())
+
+    def clear(self) -> None:
+        """Forget every row."""
+        self.offset[:], self.length[:], self.capacity[:] = 0, 0, 0
+
+    def agrees(self, layer: int) -> bool:
+        """Whether the heads of a layer have one length and one stride, so that `rows` gives one strided view."""
+        length, offset = self.length[layer], self.offset[layer]
+        return bool((length == length[0]).all() and len(set(np.diff(offset).tolist())) <= 1)
+
+    def rows(self, layer: int, extra: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values `[kv_heads, length + extra, head_dim]` and positions `[kv_heads, length + extra]`, no copy.
+
+        Only where the heads agree. `extra` slots behind the length (inside the capacity) are included for a newcomer.
+        """
+        first = int(self.offset[layer, 0])
+        stride = int(self.offset[layer, 1]) - first if self.layout.num_kv_heads > 1 else 1
+        shape = (self.layout.num_kv_heads, int(self.length[layer, 0]) + extra)
+        dim = self.layout.head_dim
+        keys = self.keys.as_strided((*shape, dim), (stride * dim, dim, 1), first * dim)
+        values = self.values.as_strided((*shape, dim), (stride * dim, dim, 1), first * dim)
+        return keys, values, self.position.as_strided(shape, (stride, 1), first)
+
+    def row(self, layer: int, head: int, extra: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values `[length + extra, head_dim]` and positions `[length + extra]` of one row, no copy."""
+        start = int(self.offset[layer, head])
+        span = slice(start, start + int(self.length[layer, head]) + extra)
+        return self.keys[span], self.values[span], self.position[span]
+
+    # -- reading a piece of text --------------------------------------------------------------------------------------
+
+    def begin(self, kept_tokens: int) -> None:
+        """Make ready to read a piece: what is held waits at the right end of the kept region.
+
+        `kept_tokens` is how many tokens per KV head the new rows may hold at once, over all layers (B = C * L).
+        """
+        self._read = self.layout.num_layers
+        self._slide()  # first to the left, so that on the way to the right no row runs over another
+        self._kept_end = end = kept_tokens * self.layout.num_kv_heads + self._packed_end
+        self._packed_end, self._read = 0, 0
+        for layer, head in reversed(self._in_order()):
+            end -= int(self.length[layer, head])
+            self._move(int(self.offset[layer, head]), end, int(self.length[layer, head]))
+            self.offset[layer, head], self.capacity[layer, head] = end, self.length[layer, head]
+
+    def stage(self, layer: int, tokens: int, first_position: int) -> Staged:
+        """Views for `tokens` new tokens of a layer, its kept rows moved in front; the new columns are unwritten."""
+        layout = self.layout
+        held = tuple(int(n) for n in self.length[layer])
+        columns = max(held) + tokens
+        start = -(-self._kept_end * layout.head_dim * layout.kv_dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        count = layout.num_kv_heads * columns
+        end = start + count * layout.head_dim * layout.staging_dtype.itemsize
+        assert end <= self._k.numel(), "the arena was sized for a shorter piece"
+        assert self._kept_end + count <= self.position.numel(), "the arena was sized for a shorter piece"
+        shape = (layout.num_kv_heads, columns, layout.head_dim)
+        keys = self._k[start:end].view(layout.staging_dtype).view(shape)
+        values = self._v[start:end].view(layout.staging_dtype).view(shape)
+        position = self.position[self._kept_end : self._kept_end + count].view(shape[:2])
+        fresh = torch.arange(first_position, first_position + tokens, dtype=torch.int32, device=self.device)
+        for head, length in enumerate(held):
+            if length:
+                old_keys, old_values, old_position = self.row(layer, head)
+                keys[head, :length], values[head, :length] = old_keys, old_values
+                position[head, :length] = old_position
+            position[head, length : length + tokens] = fresh
+        self.length[layer], self.capacity[layer] = 0, 0
+        return Staged(keys, values, position, held, tokens)
+
+    def shrink(self, layer: int, lengths: tuple[int, ...] | list[int]) -> None:
+        """Cut a compacted layer's rows to `lengths` (per KV head). Rows are in order of worth: only lengths change."""
+        assert all(new <= old for new, old in zip(lengths, self.length[layer], strict=True)), "a row never grows"
+        self.length[layer] = lengths
+
+    def keep(self, layer: int, staged: Staged, order: Tensor | None, lengths: list[int], score: Tensor | None) -> None:
+        """Write a staged layer's chosen columns behind the rows compacted so far.
+
+        `order` int64 `[kv_heads, max(lengths)]`: columns, the most worth keeping first (None: all, as they are);
+        `score` fp32 `[kv_heads, columns]`. Earlier rows are slid to the left first.
+        """
+        self._slide()
+        end = self._packed_end
+        limit = self._kept_end - int(self.length[layer + 1 :].sum())
+        assert end + sum(lengths) <= limit, "the cascade promised more than its budget"
+        for head, length in enumerate(lengths):
+            self.offset[layer, head], self.length[layer, head], self.capacity[layer, head] = end, length, length
+            keys, values, position = self.row(layer, head)
+            if order is None:
+                keys.copy_(staged.keys[head, :length])
+                values.copy_(staged.values[head, :length])
+                position.copy_(staged.position[head, :length])
+                self.score[end : end + length] = 0.0 if score is None else score[head, :length]
+            else:
+                chosen = order[head, :length]
+                self._gather(staged.keys[head], chosen, keys)
+                self._gather(staged.values[head], chosen, values)
+                position.copy_(staged.position[head].index_select(0, chosen))
+                if score is not None:
+                    torch.index_select(score[head], 0, chosen, out=self.score[end : end + length])
+            end += length
+        self._packed_end, self._read = end, layer + 1
+
+    def finish(self, headroom: list[int] | np.ndarray) -> None:
+        """Spread the compacted rows so that each row of layer l has `headroom[l]` free slots behind it."""
+        self._slide()
+        extra = np.asarray(headroom, dtype=np.int64)[:, None] + np.zeros_like(self.length)
+        ends = np.cumsum((self.length + extra).reshape(-1)).reshape(self.length.shape)
+        assert ends[-1, -1] <= min(self.keys.shape[0], self.position.numel()), (
+            "the arena was sized for fewer new tokens"
+        )
+        for layer, head in reversed(self._in_order()):
+            target = int(ends[layer, head] - self.length[layer, head] - extra[layer, head])
+            self._move(int(self.offset[layer, head]), target, int(self.length[layer, head]))
+            self.offset[layer, head] = target
+        self.capacity[:] = self.length + extra
+
+    # -- copies of rows -----------------------------------------------------------------------------------------------
+
+    def save(self) -> SavedRows:
+        """A packed copy of every row, that `load` brings back exactly."""
+        spans = [slice(int(o), int(o + n)) for o, n in zip(self.offset.flat, self.length.flat, strict=True)]
+        parts = [torch.cat([table[s] for s in spans]) for table in (self.keys, self.values, self.position, self.score)]
+        return SavedRows(parts[0], parts[1], parts[2], parts[3], self.length.copy())
+
+    def load(self, saved: SavedRows) -> None:
+        """Replace every row by a saved copy, packed to the left."""
+        count = int(saved.length.sum())
+        assert count <= min(self.keys.shape[0], self.position.numel()), "the arena is smaller than the saved rows"
+        self.keys[:count], self.values[:count] = saved.keys, saved.values
+        self.position[:count], self.score[:count] = saved.position, saved.score
+        self.length[:] = saved.length
+        self.capacity[:] = saved.length
+        self.offset[:] = (np.cumsum(saved.length.reshape(-1)) - saved.length.reshape(-1)).reshape(saved.length.shape)
+
+    # -- moving -------------------------------------------------------------------------------------------------------
+
+    def _in_order(self) -> list[tuple[int, int]]:
+        heads = self.layout.num_kv_heads
+        return [divmod(i, heads) for i in range(self.layout.num_layers * heads)]
+
+    def _slide(self) -> None:
+        """Pack the compacted layers to the left, in order of offset."""
+        end = 0
+        for layer in range(self._read):
+            lengths = self.length[layer]
+            if self._slide_layer(layer, end):
+                end += int(lengths.sum())
+                continue
+            for head, length in enumerate(lengths.tolist()):
+                self._move(int(self.offset[layer, head]), end, length)
+                self.offset[layer, head], self.capacity[layer, head] = end, length
+                end += length
+        self._packed_end = end
+
+    def _slide_layer(self, layer: int, target: int) -> bool:
+        """Slide the rows of a layer whose heads agree in one go, if they fit the bounce buffer."""
+        heads, length = self.layout.num_kv_heads, int(self.length[layer, 0])
+        if heads * length * self.layout.kept_slot_bytes > BOUNCE_BYTES or not self.agrees(layer):
+            return False
+        first = int(self.offset[layer, 0])
+        stride = int(self.offset[layer, 1]) - first if heads > 1 else length
+        if first != target or stride != length:
+            for table in self._tables():
+                width = table.shape[1]
+                bounce = self._bounce_for(table, heads * length)
+                old = table.as_strided((heads, length, width), (stride * width, width, 1), first * width)
+                bounce.view(heads, length, width).copy_(old)
+                table[target : target + heads * length] = bounce
+        self.offset[layer] = target + length * np.arange(heads)
+        self.capacity[layer] = length
+        return True
+
+    def _move(self, source: int, target: int, count: int) -> None:
+        """Move `count` slots, in tiles that go through the bounce buffer, in the direction that spoils nothing."""
+        if source == target or not count:
+            return
+        for table in self._tables():
+            tile = max(1, BOUNCE_BYTES // (table.shape[1] * table.element_size()))
+            starts = list(range(0, count, tile))
+            for start in starts if target < source else reversed(starts):
+                size = min(tile, count - start)
+                bounce = self._bounce_for(table, size)
+                bounce.copy_(table[source + start : source + start + size])
+                table[target + start : target + start + size] = bounce
+
+    def _gather(self, source: Tensor, chosen: Tensor, target: Tensor) -> None:
+        """`target[i] = source[chosen[i]]` for `[columns, head_dim]`, in tiles where the dtype changes on the way."""
+        if source.dtype == target.dtype:
+            torch.index_select(source, 0, chosen, out=target)
+            return
+        tile = max(1, BOUNCE_BYTES // (source.shape[1] * source.element_size()))
+        for start in range(0, chosen.shape[0], tile):
+            target[start : start + tile] = source.index_select(0, chosen[start : start + tile])
+
+    def _tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.keys, self.values, self.position[:, None], self.score[:, None]
+
+    def _bounce_for(self, table: Tensor, count: int) -> Tensor:
+        """`[count, width]` of the one bounce buffer, in the table's dtype."""
+        size = count * table.shape[1] * table.element_size()
+        if self._bounce.numel() < size:
+            self._bounce = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return self._bounce[:size].view(table.dtype).view(count, table.shape[1])

@@ -1,0 +1,105 @@
+"""How large an arena is: what one slot takes, how many slots a run needs, and the bytes of both regions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import BudgetError
+
+ALIGNMENT = 64  # bytes: where staging may begin
+
+
+@dataclass(frozen=True)
+class ArenaLayout:
+    """What a slot is: how many rows there are and how wide they are stored."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    kv_dtype: torch.dtype
+    staging_dtype: torch.dtype
+
+    @property
+    def kept_slot_bytes(self) -> int:
+        """Bytes of one kept slot: key, value, position (int32) and score (fp32)."""
+        return 2 * self.head_dim * self.kv_dtype.itemsize + 8
+
+
+@dataclass(frozen=True)
+class ArenaSize:
+    """Slots over all layers and KV heads: kept and staging exist together, decode takes the place of both."""
+
+    kept: int
+    staging: int
+    decode: int
+
+    def covers(self, other: ArenaSize, layout: ArenaLayout) -> bool:
+        return kv_bytes(layout, self) >= kv_bytes(layout, other) and table_slots(self) >= table_slots(other)
+
+
+def kv_bytes(layout: ArenaLayout, size: ArenaSize) -> int:
+    """Bytes of the K (or of the V) buffer."""
+    kept = size.kept * layout.head_dim * layout.kv_dtype.itemsize
+    staging = -(-kept // ALIGNMENT) * ALIGNMENT + size.staging * layout.head_dim * layout.staging_dtype.itemsize
+    return max(staging, size.decode * layout.head_dim * layout.kv_dtype.itemsize, ALIGNMENT)
+
+
+def table_slots(size: ArenaSize) -> int:
+    return max(size.kept + size.staging, size.decode, 1)
+
+
+def arena_bytes(layout: ArenaLayout, size: ArenaSize) -> int:
+    """Bytes of an arena of this size: keys, values, and the position and score of every slot."""
+    return 2 * kv_bytes(layout, size) + 8 * table_slots(size)
+
+
+def arena_size(
+    layout: ArenaLayout,
+    *,
+    budget: int | None,
+    tokens: int,
+    new_tokens: int,
+    hold: bool = False,
+    held: int = 0,
+    held_longest: int = 0,
+) -> ArenaSize:
+    """Slots that reading `tokens` and then decoding `new_tokens` needs, exactly.
+
+    `budget` is C in tokens per layer and KV head (None keeps everything); `held` and `held_longest` are the sum over
+    layers and the largest of what a continued sequence already keeps, in tokens per KV head.
+    """
+    layers, total = layout.num_layers, held_longest + tokens
+    kept = layers * total if budget is None else layers * min(budget, total)
+    if not hold:
+        decode = kept + layers * new_tokens
+    else:
+        # Until the budget is reached a held row grows; one more slot per row takes the newcomer (see engine/decode.py).
+        limit = total + new_tokens if budget is None else min(budget, total + new_tokens)
+        decode = max(kept, layers * limit) + layers
+    staging = total if tokens else 0
+    return ArenaSize(*(layout.num_kv_heads * n for n in (kept + (held if tokens else 0), staging, decode)))
+
+
+def budget_within(
+    layout: ArenaLayout, limit: int, *, tokens: int, new_tokens: int, hold: bool = False, window: int = 0
+) -> int:
+    """The largest budget C (tokens per layer and KV head) whose arena fits `limit` bytes.
+
+    Raises BudgetError that states the bytes a budget of one window takes, if not even that fits.
+    """
+
+    def need(budget: int) -> int:
+        return arena_bytes(layout, arena_size(layout, budget=budget, tokens=tokens, new_tokens=new_tokens, hold=hold))
+
+    low, high = max(window, 1), max(window, 1, tokens + new_tokens)
+    if need(low) > limit:
+        raise BudgetError(
+            f"a KV memory of {limit / 2**20:,.1f} MiB is too small: {tokens:,} prompt and {new_tokens:,} new tokens "
+            f"take at least {need(low) / 2**20:,.1f} MiB with the smallest budget of {low} tokens"
+        )
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if need(middle) <= limit else (low, middle - 1)
+    return low
