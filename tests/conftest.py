@@ -1,3 +1,129 @@
 """Fixtures that several test folders share (test files cannot import each other)."""
 
 from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+FAMILY_KEYS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {"use_sliding_window": False, "attention_bias": False},
+    "gemma": {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+}
+
+
+def _checkpoint_config(overrides: dict[str, Any]) -> dict[str, Any]:
+    model_type = overrides.get("model_type", "llama")
+    names = {"qwen2": "Qwen2", "qwen3": "Qwen3"}
+    return {
+        "architectures": [f"{names.get(model_type, str(model_type).capitalize())}ForCausalLM"],
+        "model_type": model_type,
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "hidden_act": "silu",
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": None,
+        **FAMILY_KEYS.get(model_type, {}),
+        **overrides,
+    }
+
+
+def _checkpoint_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
+    """Random fp32 tensors under their Hugging Face names; wide enough that attention is far from uniform."""
+    generator = torch.Generator().manual_seed(seed)
+    family = config["model_type"]
+    hidden, intermediate = config["hidden_size"], config["intermediate_size"]
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim") or hidden // heads
+    qkv_bias = family == "qwen2" or bool(config.get("attention_bias"))
+    o_bias = family != "qwen2" and bool(config.get("attention_bias"))
+    mlp_bias = bool(config.get("mlp_bias"))
+
+    def normal(*shape: int, std: float) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * std
+
+    def norm(size: int) -> torch.Tensor:
+        return normal(size, std=0.1) + (0.0 if family == "gemma" else 1.0)
+
+    tensors = {"model.embed_tokens.weight": normal(config["vocab_size"], hidden, std=1.0)}
+
+    def linear(name: str, rows: int, columns: int, bias: bool, gain: float = 1.0) -> None:
+        tensors[f"{name}.weight"] = normal(rows, columns, std=gain * columns**-0.5)
+        if bias:
+            tensors[f"{name}.bias"] = normal(rows, std=0.2)
+
+    for index in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{index}"
+        tensors[f"{layer}.input_layernorm.weight"] = norm(hidden)
+        linear(f"{layer}.self_attn.q_proj", heads * head_dim, hidden, qkv_bias, gain=1.5)
+        linear(f"{layer}.self_attn.k_proj", kv_heads * head_dim, hidden, qkv_bias, gain=1.5)
+        linear(f"{layer}.self_attn.v_proj", kv_heads * head_dim, hidden, qkv_bias)
+        linear(f"{layer}.self_attn.o_proj", hidden, heads * head_dim, o_bias)
+        if family == "qwen3":
+            tensors[f"{layer}.self_attn.q_norm.weight"] = norm(head_dim)
+            tensors[f"{layer}.self_attn.k_norm.weight"] = norm(head_dim)
+        tensors[f"{layer}.post_attention_layernorm.weight"] = norm(hidden)
+        linear(f"{layer}.mlp.gate_proj", intermediate, hidden, mlp_bias)
+        linear(f"{layer}.mlp.up_proj", intermediate, hidden, mlp_bias)
+        linear(f"{layer}.mlp.down_proj", hidden, intermediate, mlp_bias)
+    tensors["model.norm.weight"] = norm(hidden)
+    if not config.get("tie_word_embeddings"):
+        tensors["lm_head.weight"] = normal(config["vocab_size"], hidden, std=2.0 * hidden**-0.5)
+    return tensors
+
+
+@pytest.fixture
+def write_checkpoint() -> Callable[..., Path]:
+    """A function that writes a tiny random model (config.json and safetensors) and returns its folder.
+
+    `write_checkpoint(folder, *, seed=0, dtype=torch.float32, shards=1, **config_overrides)`: a 3-layer llama with
+    hidden size 32, 4 query and 2 KV heads and 320 tokens unless `config_overrides` (keys of config.json, also
+    `model_type` qwen2, qwen3, gemma or mistral) say otherwise. An override of `...` leaves its key out. More than one
+    shard adds `model.safetensors.index.json`.
+    """
+    from safetensors.torch import save_file
+
+    def write(
+        folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, shards: int = 1, **config_overrides: Any
+    ) -> Path:
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        dtype_name = str(dtype).removeprefix("torch.")
+        config = _checkpoint_config({"torch_dtype": dtype_name, **config_overrides})
+        config = {key: value for key, value in config.items() if value is not ...}
+        tensors = {name: tensor.to(dtype) for name, tensor in _checkpoint_tensors(config, seed).items()}
+        (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        if shards == 1:
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+            return folder
+        names = list(tensors)
+        weight_map = {}
+        for shard in range(shards):
+            file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+            part = names[shard * len(names) // shards : (shard + 1) * len(names) // shards]
+            save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(part, file)
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+        return folder
+
+    return write
