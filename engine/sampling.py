@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..errors import CakeError
 from .generation import GenerationConfig, fresh_seed, resolve_generation
+from .noise import gumbel_noise
 from .results import TokenLogprobs
 
 __all__ = [
@@ -106,12 +107,19 @@ def filter_top_p(logits: Tensor, p: float) -> Tensor:
     """
     if p >= 1.0:
         return logits
-    ordered, order = torch.sort(logits, descending=True, stable=True)
-    probabilities = torch.softmax(ordered, dim=0, dtype=torch.float64)
-    before = torch.cumsum(probabilities, 0) - probabilities
-    dropped = before >= p
-    dropped[0] = False
-    return logits.masked_fill(torch.zeros_like(dropped).scatter_(0, order, dropped), -math.inf)
+    probabilities = torch.softmax(logits, dim=0, dtype=torch.float64)
+    ids = None
+    if logits.device.type == "cpu":
+        # A kept token is at least as likely as each of those behind it, which have 1 - p together. So the few tokens
+        # above (1 - p) / V are all that need sorting (half of it: room for rounding).
+        ids = torch.nonzero(probabilities > (1.0 - p) / (2 * logits.shape[0])).squeeze(1)
+        probabilities = probabilities[ids]
+    ordered, order = torch.sort(probabilities, descending=True, stable=True)
+    kept = torch.cumsum(ordered, 0) - ordered < p
+    kept[:1] = True
+    if ids is not None:
+        order = ids[order]
+    return logits.masked_fill(~torch.zeros_like(logits, dtype=torch.bool).scatter_(0, order, kept), -math.inf)
 
 
 def filter_min_p(logits: Tensor, min_p: float) -> Tensor:
@@ -148,10 +156,10 @@ def sample(
     else:
         row = apply_temperature(row, _number(config.temperature, 1.0))
         row = filter_top_k(row, config.top_k or 0)
+        row, ids = _candidates(row)
         row = filter_top_p(row, _number(config.top_p, 1.0))
         row = filter_min_p(row, _number(config.min_p, 0.0))
-        ids = torch.arange(row.shape[0], device=row.device)
-        token = torch.argmax(row + gumbel_noise(seed, step, ids))
+        token = ids[torch.argmax(row + gumbel_noise(seed, step, ids))]
     return torch.where(torch.isfinite(model_row.amax()), token, NOT_FINITE)
 
 
@@ -196,48 +204,13 @@ def log_probabilities(logits: Tensor, chosen: int, top: int, *, valid: int | Non
     return TokenLogprobs(chosen, logprob, tuple(pairs))
 
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
-
-
-def gumbel_noise(seed: int, step: int | Tensor, ids: Tensor) -> Tensor:
-    """Standard Gumbel noise for each token id, a pure function of (seed, step, id). int64 [n] -> float64 [n].
-
-    The bits are SplitMix64 (Steele, Lea, Flood 2014): with `mix` its finaliser, mix(mix(mix(seed) + step) + id), each
-    addend first multiplied by the golden gamma, modulo 2**64. The top 52 bits give u in (0, 1), the noise is
-    -log(-log u). The token with the largest logit + noise is a sample of the softmax (Gumbel-max). Integer arithmetic
-    alone decides the bits, so they are the same on every device; no generator is read or advanced.
-    """
-    key = torch.full((1,), _signed(_mix_int(seed)), dtype=torch.int64, device=ids.device)
-    key = _mix(key + step * _signed(_GOLDEN) if isinstance(step, Tensor) else key + _signed(step * _GOLDEN))
-    bits = _mix(key + ids * _signed(_GOLDEN))
-    uniform = (_shifted(bits, 12).double() + 0.5) * 2.0**-52
-    return -torch.log(-torch.log(uniform))
-
-
-def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shifted(x, 30)) * _signed(_MIX_1)
-    x = (x ^ _shifted(x, 27)) * _signed(_MIX_2)
-    return x ^ _shifted(x, 31)
-
-
-def _mix_int(x: int) -> int:
-    mask = 2**64 - 1
-    x = (x ^ (x >> 30)) * _MIX_1 & mask
-    x = (x ^ (x >> 27)) * _MIX_2 & mask
-    return x ^ (x >> 31)
-
-
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right: int64 has a sign, which must not be drawn in."""
-    return (x >> bits) & (2 ** (64 - bits) - 1)
-
-
-def _signed(x: int) -> int:
-    """The int64 with the same 64 bits."""
-    x &= 2**64 - 1
-    return x - 2**64 if x >= 2**63 else x
+def _candidates(row: Tensor) -> tuple[Tensor, Tensor]:
+    """What the filters have left, and its ids. Counting waits for the device, so only a CPU leaves anything out."""
+    if row.device.type == "cpu":
+        ids = torch.nonzero(row > -math.inf).squeeze(1)
+        if 0 < ids.shape[0] < row.shape[0]:
+            return row[ids], ids
+    return row, torch.arange(row.shape[0], device=row.device)
 
 
 def _finite(value: float) -> float | None:
