@@ -7,7 +7,6 @@ import threading
 
 import pytest
 import torch
-
 from cake_infer.engine.noise import gumbel_noise
 
 MASK = 2**64 - 1
