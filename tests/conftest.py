@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 FAMILY_KEYS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -125,5 +126,89 @@ def write_checkpoint() -> Callable[..., Path]:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
         return folder
+
+    return write
+
+
+_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")  # ids 0 to 4 in both test tokenizers
+_WORDS = (
+    "the and of to in is it was for that on he you with his are as at be this have from or one had by not but what all"
+)
+_PIECES = (
+    '▁ e t a o n i h s r l d H w x ! { " ▁t ▁th ▁the ▁a ▁H ▁He ▁Hel ▁Hell ▁Hello ▁w ▁wo ▁wor ▁worl ▁world ▁x {" er'
+)
+
+
+class WriteTokenizer(Protocol):
+    """Writes tokenizer.json and tokenizer_config.json into a folder; its ids are exactly `range(vocab_size)`."""
+
+    def __call__(
+        self, folder: Path, vocab_size: int = 300, *, chat_template: str | None = None, bos: bool = True
+    ) -> None: ...
+
+
+def _merges(pieces: Iterable[str]) -> list[tuple[str, str]]:
+    """Every piece of two or more characters is made by adding its last character to what comes before it."""
+    return [(piece[:-1], piece[-1]) for piece in pieces if len(piece) > 1]
+
+
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer, size: int, chat_template: str | None, bos: bool) -> None:
+    assert tokenizer.get_vocab_size() == size
+    folder.mkdir(parents=True, exist_ok=True)
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config: dict[str, object] = {
+        "add_bos_token": bos,
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "clean_up_tokenization_spaces": False,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    if chat_template is not None:
+        config["chat_template"] = chat_template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def _add_special_tokens(tokenizer: Tokenizer) -> None:
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in _SPECIAL_TOKENS])
+
+
+@pytest.fixture(scope="session")
+def write_byte_tokenizer() -> WriteTokenizer:
+    """Write a byte-level BPE tokenizer (like Llama 3 or Qwen): special ids 0-4, the 256 bytes 5-260, then merges."""
+
+    def write(folder: Path, vocab_size: int = 300, *, chat_template: str | None = None, bos: bool = True) -> None:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        words = [f"Ġ{word}" for word in _WORDS.split()]
+        pieces = list(dict.fromkeys(word[:end] for word in words for end in range(2, len(word) + 1)))
+        pieces = pieces[: vocab_size - len(_SPECIAL_TOKENS) - len(alphabet)]
+        vocab = {piece: index for index, piece in enumerate([*_SPECIAL_TOKENS, *alphabet, *pieces])}
+        tokenizer = Tokenizer(models.BPE(vocab, _merges(pieces)))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        _add_special_tokens(tokenizer)
+        _write_tokenizer(folder, tokenizer, vocab_size, chat_template, bos)
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def write_spm_tokenizer() -> WriteTokenizer:
+    """Write a SentencePiece-like tokenizer (like Llama 2): special ids 0-4, byte pieces 5-260, then '▁' pieces."""
+
+    def write(folder: Path, vocab_size: int = 300, *, chat_template: str | None = None, bos: bool = True) -> None:
+        byte_pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+        pieces = [*_PIECES.split(), *"bcfgkmpuvyzABCDEFGIJKLMN"][: vocab_size - len(_SPECIAL_TOKENS) - 256]
+        vocab = {piece: index for index, piece in enumerate([*_SPECIAL_TOKENS, *byte_pieces, *pieces])}
+        model = models.BPE(vocab, _merges(pieces), unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+        tokenizer = Tokenizer(model)
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+        _add_special_tokens(tokenizer)
+        _write_tokenizer(folder, tokenizer, vocab_size, chat_template, bos)
 
     return write
