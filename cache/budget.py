@@ -1,0 +1,194 @@
+"""How many tokens a cache may keep: reading budgets and dealing seats over layers. No torch here."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+
+from ..errors import BudgetError
+
+DEFAULT_BUDGET = 1024
+
+_TOKENS = re.compile(r"[0-9]+")
+_PERCENT = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)\s*%")
+_BYTES = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)\s*([a-z]*)", re.IGNORECASE)
+_UNITS = {"": 1, "b": 1} | {
+    name: base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for name, base in ((letter, 1024), (letter + "ib", 1024), (letter + "b", 1000))
+}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Tokens per layer and KV head on average, window included: a fixed number, or a percentage of the first prompt.
+
+    Exactly one of `count` (tokens) and `percent` is set. More than 100% is allowed: it leaves room for later turns.
+    """
+
+    count: int | None = None
+    percent: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.count is None) == (self.percent is None):
+            raise BudgetError(
+                "a budget is either a number of tokens or a percentage of the prompt, not both or neither"
+            )
+        if self.count is not None and self.count < 1:
+            raise BudgetError(f"a budget of {self.count} tokens keeps nothing: give at least the window, e.g. 1024")
+        if self.percent is not None and not (math.isfinite(self.percent) and self.percent > 0):
+            raise BudgetError(f"a budget of {self.percent:g}% keeps nothing: give a percentage above 0, e.g. 3.2%")
+
+    @classmethod
+    def parse(cls, value: str | int | Budget) -> Budget:
+        """Read `1024`, `"1024"` (tokens) or `"3.2%"` (of the first prompt). Raises `BudgetError` for anything else."""
+        if isinstance(value, Budget):
+            return value
+        if isinstance(value, int) and not isinstance(value, bool):
+            return cls(count=value)
+        text = value.strip() if isinstance(value, str) else ""
+        if _TOKENS.fullmatch(text):
+            return cls(count=int(text))
+        if match := _PERCENT.fullmatch(text):
+            return cls(percent=float(match[1]))
+        hint = "give tokens (1024) or a percentage of the prompt (3.2%)"
+        if (match := _BYTES.fullmatch(text)) and match[2].lower() in _UNITS and match[2]:
+            hint += "; a size in bytes goes to --kv-memory"
+        raise BudgetError(f"cannot read the budget {value!r}: {hint}")
+
+    def tokens(self, prompt_tokens: int) -> int:
+        """The budget in tokens for a first prompt of `prompt_tokens`; a percentage is rounded up, at least 1 token."""
+        if self.count is not None:
+            return self.count
+        assert self.percent is not None
+        # 7% of 100 is 7.000000000000001 in floating point, and is meant to be 7.
+        return max(1, math.ceil(round(prompt_tokens * self.percent / 100, 6)))
+
+    def __str__(self) -> str:
+        return str(self.count) if self.percent is None else f"{self.percent:g}%"
+
+
+def check_budget(tokens: int, window: int) -> int:
+    """Return `tokens`, or raise a `BudgetError` that states the minimum if it is below the window."""
+    if tokens < window:
+        raise BudgetError(
+            f"a budget of {tokens} tokens is below the window of {window} tokens that are always kept: "
+            f"the minimum is {window}"
+        )
+    return tokens
+
+
+def parse_bytes(value: str | int) -> int:
+    """Bytes in `"512MiB"`, `"1.5GB"`, `"2g"` or a plain number.
+
+    KB, MB, GB, TB are powers of 1000; KiB .. TiB and the single letters k, m, g, t are powers of 1024. Case does not
+    matter. Raises `BudgetError` for anything else, and for sizes below one byte.
+    """
+    size: float = -1
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    elif isinstance(value, str) and (match := _BYTES.fullmatch(value.strip())) and match[2].lower() in _UNITS:
+        unit = _UNITS[match[2].lower()]
+        size = int(match[1]) * unit if match[1].isdigit() else float(match[1]) * unit
+    if size < 0:
+        raise BudgetError(f"cannot read the size {value!r}: give bytes with a unit, e.g. 512MiB or 1.5GB")
+    if size < 1:
+        raise BudgetError(f"a size of {value!r} has no room for anything: give e.g. 512MiB")
+    return int(size)
+
+
+def deal_seats(preferences: Sequence[float], caps: Sequence[int], seats: int) -> list[int]:
+    """Deal `seats` over layers by a divisor method (Webster's) with caps; returns the seats of each layer.
+
+    Seat `j` (1, 2, ...) of layer `l` has priority `preferences[l] / (j - 1/2)` in float64; the best seats with
+    `j <= caps[l]` win, ties to the lower layer. Layers with preference 0 come after all others and share equally.
+    The result sums to `min(seats, sum(caps))`. Because the winners are the best of one totally ordered set of
+    candidates, a further layer only adds candidates and nobody else's share can grow.
+
+    Cost: O(L log L) plus a heap step for each seat by which rounded water-filling misses the answer (at most about L).
+    Raises ValueError for negative or non-finite preferences, negative caps or seats, and unequal lengths.
+    """
+    if len(preferences) != len(caps):
+        raise ValueError(f"{len(preferences)} preferences for {len(caps)} caps")
+    if seats < 0 or any(cap < 0 for cap in caps):
+        raise ValueError("seats and caps must not be negative")
+    if any(not (math.isfinite(p) and p >= 0) for p in preferences):
+        raise ValueError(f"preferences must be finite and not negative: {list(preferences)}")
+    dealt = [0] * len(caps)
+    for preferred in (True, False):
+        group = [layer for layer, p in enumerate(preferences) if (p > 0) == preferred and caps[layer] > 0]
+        weights = [float(preferences[layer]) if preferred else 1.0 for layer in group]
+        shares = _deal_group(weights, [caps[layer] for layer in group], seats)
+        for layer, share in zip(group, shares, strict=True):
+            dealt[layer] = share
+        seats -= sum(shares)
+    return dealt
+
+
+def _deal_group(weights: list[float], caps: list[int], seats: int) -> list[int]:
+    """`deal_seats` for weights that are all positive: a rounded water level first, then single seats until exact."""
+    if seats >= sum(caps):
+        return list(caps)
+    if seats == 0:
+        return [0] * len(caps)
+    counts = _water_level(weights, caps, seats)
+    excess = sum(counts) - seats
+    # Candidates in order of priority: (-priority, layer). `best` holds each layer's next seat, `worst` its last one.
+    best = [(-weights[i] / (count + 0.5), i) for i, count in enumerate(counts) if count < caps[i]]
+    worst = [(weights[i] / (count - 0.5), -i) for i, count in enumerate(counts) if count > 0]
+    heapify(best)
+    heapify(worst)
+
+    def move(index: int, step: int) -> None:
+        counts[index] += step
+        count = counts[index]
+        if count < caps[index]:
+            heappush(best, (-weights[index] / (count + 0.5), index))
+        if count > 0:
+            heappush(worst, (weights[index] / (count - 0.5), -index))
+
+    def is_next(entry: tuple[float, int]) -> bool:
+        priority, index = entry
+        return counts[index] < caps[index] and -priority == weights[index] / (counts[index] + 0.5)
+
+    def is_last(entry: tuple[float, int]) -> bool:
+        priority, index = entry[0], -entry[1]
+        return counts[index] > 0 and priority == weights[index] / (counts[index] - 0.5)
+
+    while True:
+        # Entries that a later move made stale are dropped when they surface.
+        while best and not is_next(best[0]):
+            heappop(best)
+        while worst and not is_last(worst[0]):
+            heappop(worst)
+        if excess < 0:
+            move(heappop(best)[1], 1)
+            excess += 1
+        elif excess > 0:
+            move(-heappop(worst)[1], -1)
+            excess -= 1
+        elif best and worst and best[0] < (-worst[0][0], -worst[0][1]):
+            # A seat that is not taken beats one that is: only where rounding misled the water level.
+            gain, loss = heappop(best)[1], -heappop(worst)[1]
+            move(gain, 1)
+            move(loss, -1)
+        else:
+            return counts
+
+
+def _water_level(weights: list[float], caps: list[int], seats: int) -> list[int]:
+    """Nearly the answer: `min(cap, weight / level)` rounded, with the level at which these sum to `seats`."""
+    largest = max(weights)
+    scaled = [weight / largest for weight in weights]
+    remaining, weight_left = float(seats), math.fsum(scaled)
+    # Layers fill up in the order of cap / weight as the water rises.
+    for index in sorted(range(len(caps)), key=lambda i: caps[i] / scaled[i] if scaled[i] else math.inf):
+        if caps[index] * weight_left >= remaining * scaled[index]:
+            break
+        remaining -= caps[index]
+        weight_left -= scaled[index]
+    per_weight = remaining / weight_left if weight_left > 0 else 0.0
+    return [min(cap, max(0, int(share * per_weight + 0.5))) for cap, share in zip(caps, scaled, strict=True)]

@@ -1,0 +1,91 @@
+"""What the user says about the cache, checked before anything is loaded. No torch here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..errors import OptionError
+from .budget import DEFAULT_BUDGET, Budget, check_budget, parse_bytes
+from .policies import POLICIES
+
+DECODE_POLICIES = ("grow", "hold")
+KV_DTYPES = ("float32", "bfloat16", "float16")
+DEFAULT_GAMMA = 200.0
+DEFAULT_POOL = 5
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The cache's options. Raises `BudgetError` or `OptionError` for values that cannot be applied.
+
+    budget: tokens per layer and KV head on average, window included (1024, "1024"), or a percentage of the first
+        prompt ("3.2%").
+    policy: what decides which rows stay, see `cache.policies`.
+    window: the last tokens that are always kept and whose queries vote.
+    decode_policy: "grow" keeps new tokens until the reserved room is used, "hold" replaces the least wanted row.
+    kv_memory: the whole arena, bookkeeping included ("512MiB"), or None for what the budget needs.
+    kv_dtype: how kept rows are stored ("float32", "bfloat16", "float16"), or None for the engine's choice.
+    tau1, tau2: temperatures of dispersion and shift, above 0, or None for the authors' table.
+    gamma: weight of the variance in a token's score. pool: odd width of the pooling over neighbouring positions.
+    """
+
+    budget: str | int = DEFAULT_BUDGET
+    policy: str = "cake"
+    window: int = 32
+    decode_policy: str = "grow"
+    kv_memory: str | int | None = None
+    kv_dtype: str | None = None
+    tau1: float | None = None
+    tau2: float | None = None
+    gamma: float = DEFAULT_GAMMA
+    pool: int = DEFAULT_POOL
+
+    def __post_init__(self) -> None:
+        _check_choice("policy", self.policy, POLICIES)
+        _check_choice("decode policy", self.decode_policy, DECODE_POLICIES)
+        if self.kv_dtype is not None:
+            _check_choice("KV dtype", self.kv_dtype, KV_DTYPES)
+        if not _is_int(self.window) or self.window < 1:
+            raise OptionError(f"the window must be a whole number of at least 1 token, not {self.window!r}")
+        for name, tau in (("tau1", self.tau1), ("tau2", self.tau2)):
+            if tau is not None and not (_is_number(tau) and tau > 0):
+                raise OptionError(f"{name} must be a number above 0, not {tau!r}")
+        if not (_is_number(self.gamma) and self.gamma >= 0):
+            raise OptionError(f"gamma must be a number of at least 0, not {self.gamma!r}")
+        if not _is_int(self.pool) or self.pool < 1 or self.pool % 2 == 0:
+            raise OptionError(f"the pooling width must be an odd whole number of at least 1, not {self.pool!r}")
+        if self.policy == "full":
+            self._refuse_unused()
+        budget = Budget.parse(self.budget)
+        if budget.count is not None:
+            check_budget(budget.count, self.window)
+        if self.kv_memory is not None:
+            parse_bytes(self.kv_memory)
+
+    def _refuse_unused(self) -> None:
+        """No option is accepted and then not applied: these mean nothing to the policy full."""
+        given = {
+            "tau1": self.tau1 is not None,
+            "tau2": self.tau2 is not None,
+            "gamma": self.gamma != DEFAULT_GAMMA,
+            "pool": self.pool != DEFAULT_POOL,
+        }
+        for name, is_given in given.items():
+            if is_given:
+                raise OptionError(f"{name} belongs to the policy cake and the policy is {self.policy}: leave it out")
+        if self.decode_policy == "grow" and Budget.parse(self.budget) != Budget(count=DEFAULT_BUDGET):
+            raise OptionError(f"the policy {self.policy} keeps everything, a budget has no effect: leave it out")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_choice(what: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise OptionError(f"unknown {what} {value!r}: choose one of {', '.join(choices)}")

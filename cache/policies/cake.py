@@ -1,0 +1,83 @@
+"""CAKE (Qin et al., ICLR 2025, arXiv 2503.12491): layer preference and token indicator from the window's attention."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...errors import CakeError
+from ..config import DEFAULT_GAMMA, DEFAULT_POOL, CacheConfig
+from ..scores import LayerView, cake_statistics
+from .base import LayerScore, PolicyModel
+
+# Shape -> budget -> (tau1, tau2), from experiments/LongBench/config/model2tau.json of github.com/antgroup/cakekv.
+# A shape stands for every model that has it: Llama 3 shares the row of Llama 3.1.
+TAUS: dict[PolicyModel, dict[int, tuple[float, float]]] = {
+    PolicyModel("llama", 32, 4096, 128256): {1024: (1.6, 0.4), 128: (1.6, 0.6)},  # Llama 3.1 8B
+    PolicyModel("llama", 32, 4096, 32000): {1024: (1.9, 1.8), 128: (0.9, 2.3)},  # Llama 2 7B chat
+    PolicyModel("llama", 40, 5120, 32000): {1024: (0.5, 0.4), 128: (1.8, 2.0)},  # Llama 2 13B chat
+    PolicyModel("mistral", 32, 4096, 32768): {1024: (0.8, 0.5), 128: (1.0, 0.8)},  # Mistral 7B v0.3
+    PolicyModel("qwen2", 28, 3584, 152064): {1024: (1.5, 0.6), 128: (0.4, 0.6)},  # Qwen2.5 7B instruct
+}
+_LOG_LIMIT = 700.0  # exp(700) is just inside float64
+
+
+def table_taus(model: PolicyModel, budget: int) -> tuple[float, float]:
+    """tau1, tau2 of the authors' table for this model and the nearest budget in log scale; 1.0, 1.0 if not in it."""
+    rows = TAUS.get(model)
+    if rows is None:
+        return 1.0, 1.0
+    return rows[min(rows, key=lambda tuned: abs(math.log(tuned / budget)))]
+
+
+def preference(dispersion: float, shift: float, tau1: float, tau2: float) -> float:
+    """`dispersion ** (1 / tau1) * shift ** (1 / tau2)`, through logarithms; 0 where either is 0.
+
+    Small taus can leave the range of float64: the logarithm is held within +-700, so the result is finite and above 0.
+    """
+    if dispersion <= 0 or shift <= 0:
+        return 0.0
+    log = math.log(dispersion) / tau1 + math.log(shift) / tau2
+    return math.exp(min(_LOG_LIMIT, max(-_LOG_LIMIT, log)))
+
+
+@dataclass(frozen=True)
+class CakePolicy:
+    """Layers share by dispersion and shift of the window's attention; tokens stay by its mean and variance."""
+
+    tau1: float = 1.0
+    tau2: float = 1.0
+    gamma: float = DEFAULT_GAMMA
+    pool: int = DEFAULT_POOL
+
+    name: ClassVar[str] = "cake"
+    evicts: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = frozenset({"window_queries"})
+    allocation: ClassVar[str] = "preference"
+
+    @classmethod
+    def from_config(cls, config: CacheConfig, model: PolicyModel, budget: int) -> CakePolicy:
+        """Explicit taus win over the table, one by one."""
+        tau1, tau2 = table_taus(model, budget)
+        return cls(
+            tau1=tau1 if config.tau1 is None else config.tau1,
+            tau2=tau2 if config.tau2 is None else config.tau2,
+            gamma=config.gamma,
+            pool=config.pool,
+        )
+
+    def score(self, view: LayerView) -> LayerScore:
+        """Score one layer. Raises `CakeError` if its attention is not finite."""
+        statistics = cake_statistics(view, self.gamma, self.pool)
+        if not (math.isfinite(statistics.dispersion) and math.isfinite(statistics.shift)):
+            raise CakeError(
+                f"the attention of layer {view.layer} is not finite: the weights are damaged or overflow their dtype; "
+                "try --dtype float32"
+            )
+        return LayerScore(
+            statistics.indicator, preference(statistics.dispersion, statistics.shift, self.tau1, self.tau2)
+        )
+
+    def describe(self) -> str:
+        return f"cake tau {self.tau1:g}/{self.tau2:g} gamma {self.gamma:g}"

@@ -1,0 +1,28 @@
+"""The policy that keeps everything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ..scores import LayerView
+from .base import LayerScore
+
+
+@dataclass(frozen=True)
+class FullPolicy:
+    """Nothing is evicted: the full cache, for comparison and for short prompts."""
+
+    name: ClassVar[str] = "full"
+    evicts: ClassVar[bool] = False
+    needs: ClassVar[frozenset[str]] = frozenset()
+    allocation: ClassVar[str] = "uniform"
+
+    def score(self, view: LayerView) -> LayerScore:
+        """Every row counts the same, so an order is that of positions."""
+        return LayerScore(torch.zeros(view.keys.shape[:2], device=view.keys.device), preference=1.0)
+
+    def describe(self) -> str:
+        return "full"

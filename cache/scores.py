@@ -1,0 +1,297 @@
+"""What the window's attention says about a layer: a score for each token, and how spread and how restless it is.
+
+Source: CAKE (Qin et al., ICLR 2025, arXiv 2503.12491). The formulas are exact; the forms are cheap ones, worked KV head
+by KV head and in tiles of columns that stay in a core's cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# A hidden column's logit. Finite, because 0 * -inf is not a number and a tile may be hidden altogether.
+_HIDDEN = -1e30
+# Floats in a tile [query_rows, columns]: two of them fit in the second level cache of a core.
+_TILE_FLOATS = 1 << 17
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """One layer's rows and the queries that vote on them. Columns may be in any order of position.
+
+    keys: `[kv_heads, n, head_dim]`, any float dtype, rotated. positions: int `[kv_heads, n]`, unique within a head.
+    queries: `[heads, r, head_dim]`, rotated, of the last `r <= window` tokens. query_positions: int `[r]`, theirs.
+    scale: what `q . k` is multiplied by. sliding_window: a query at `p` sees positions above `p - sliding_window`.
+    total: true number of tokens so far; window columns are those with `position >= total - window`.
+    lengths: how many of the `n` columns of each head are valid (the first ones); None for all. The rest is never read.
+    """
+
+    layer: int
+    keys: Tensor
+    positions: Tensor
+    queries: Tensor
+    query_positions: Tensor
+    window: int
+    scale: float
+    sliding_window: int | None
+    total: int
+    lengths: tuple[int, ...] | None = None
+
+    @property
+    def window_start(self) -> int:
+        """The first position of the window."""
+        return max(0, self.total - self.window)
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """Valid columns of each KV head."""
+        return (self.keys.shape[1],) * self.keys.shape[0] if self.lengths is None else self.lengths
+
+
+@dataclass(frozen=True)
+class CakeStatistics:
+    """indicator: fp32 `[kv_heads, n]`, +inf for window columns, -inf for invalid ones. One dispersion and shift."""
+
+    indicator: Tensor
+    dispersion: float
+    shift: float
+
+
+@dataclass
+class _Tile:
+    """Columns `start:stop` of one head. hidden: bool `[r, columns]` of what a query cannot see, None if it sees all.
+
+    counted: fp32 `[columns]`, 1 before the window and 0 in it, None if all are before it; `in_window` if none is.
+    """
+
+    start: int
+    stop: int
+    hidden: Tensor | None = None
+    counted: Tensor | None = None
+    in_window: bool = False
+
+
+def cake_statistics(view: LayerView, gamma: float, pool: int) -> CakeStatistics:
+    """Indicator, dispersion and shift of one layer, with `A = softmax(q k^T * scale)` of the window's queries in fp32.
+
+    dispersion `H = -sum A log A` and shift `V = sum_columns Var_rows(A)` (unbiased, 0 with fewer than two rows) run
+    over all query heads and the columns before the window, not renormalised. indicator
+    `mean_rows A + gamma * Var_rows A` of those columns, summed over neighbours within `pool // 2` positions and divided
+    by `pool` (odd), then the mean over the query heads of a KV head.
+
+    Memory: at most two fp32 arrays `[heads / kv_heads * r, n]`; on a CPU one and a tile.
+    """
+    kv_heads, n, head_dim = view.keys.shape
+    device, rows, step = view.keys.device, view.queries.shape[1], _tile_columns(view)
+    queries = view.queries.to(device, torch.float32).mul(view.scale).reshape(kv_heads, -1, head_dim)  # [K, g*r, D]
+    attention = torch.empty(queries.shape[1] * n, device=device)
+    scratch = torch.empty(queries.shape[1] * min(step, n), device=device)
+    indicator = torch.full((kv_heads, n), -math.inf, device=device)
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # dispersion, shift
+    in_order = _tiles_in_order(view, step) if is_in_order(view) else None
+    for head, length in enumerate(view.columns):
+        score = indicator[head, :length].zero_()
+        tiles = in_order or _tiles_by_position(view, head, step)
+        sums += _head_statistics(queries[head], view.keys[head], tiles, rows, gamma, attention, scratch, score)
+        if in_order:
+            before, window = score[: view.window_start], score[view.window_start :]
+            before.copy_(pool_neighbours(before, None, pool))
+            window.fill_(math.inf)
+        else:
+            positions = view.positions[head, :length]
+            score.copy_(pool_neighbours(score, positions, pool))
+            score.masked_fill_(positions >= view.window_start, math.inf)
+    dispersion, shift = sums.tolist()
+    return CakeStatistics(indicator, dispersion, shift)
+
+
+def is_in_order(view: LayerView) -> bool:
+    """Whether the columns of every head are positions 0, 1, .., n - 1: the prefill of a whole prompt."""
+    n = view.keys.shape[1]
+    if n != view.total or any(length != n for length in view.columns):
+        return False
+    return bool((view.positions == torch.arange(n, device=view.positions.device)).all())
+
+
+def _tile_columns(view: LayerView) -> int:
+    """Columns in a tile. Tiles grow with the threads of a CPU; on other devices few launches matter more."""
+    if view.keys.device.type != "cpu":
+        return view.keys.shape[1]
+    query_rows = view.queries.shape[0] // view.keys.shape[0] * view.queries.shape[1]
+    return max(64, _TILE_FLOATS * torch.get_num_threads() // query_rows)
+
+
+def _hidden(view: LayerView, columns: Tensor) -> Tensor:
+    """bool `[r, columns]`: causal, and inside the sliding window, both by position."""
+    query_positions = view.query_positions.to(columns.device)[:, None]
+    hidden = columns > query_positions
+    if view.sliding_window is not None:
+        hidden |= columns <= query_positions - view.sliding_window
+    return hidden
+
+
+def _tiles_in_order(view: LayerView, step: int) -> list[_Tile]:
+    """Tiles for columns that are positions: only the window and the edge of a sliding window need masks."""
+    device, total, rows = view.keys.device, view.total, view.queries.shape[1]
+    # With a sliding window: no query sees a column below `first`, and every query sees those from `edge` on.
+    reach = total if view.sliding_window is None else view.sliding_window
+    first, edge = max(0, total - rows - reach + 1), max(0, total - reach)
+    tiles, start = [], min(first, view.window_start)
+    while start < total:
+        in_window = start >= view.window_start
+        tile = _Tile(start, min(start + step, total if in_window else view.window_start), in_window=in_window)
+        if in_window or start < edge:
+            tile.hidden = _hidden(view, torch.arange(start, tile.stop, device=device))
+        tiles.append(tile)
+        start = tile.stop
+    return tiles
+
+
+def _tiles_by_position(view: LayerView, head: int, step: int) -> list[_Tile]:
+    """Tiles of one head for columns in any order: the slow twin, with masks wherever a tile needs them."""
+    tiles = []
+    all_see = view.total - view.queries.shape[1]  # the last position that every query sees, up to a sliding window
+    for start in range(0, view.columns[head], step):
+        tile = _Tile(start, min(start + step, view.columns[head]))
+        columns = view.positions[head, start : tile.stop]
+        # Looking at the values makes a GPU wait; a CPU saves two passes over most tiles.
+        low, high = (0, view.total) if columns.is_cuda else (int(end) for end in torch.aminmax(columns))
+        if high > all_see or (view.sliding_window is not None and low < view.total - view.sliding_window):
+            tile.hidden = _hidden(view, columns)
+        if high >= view.window_start:
+            tile.counted = (columns < view.window_start).float()
+        tiles.append(tile)
+    return tiles
+
+
+def _head_statistics(
+    queries: Tensor,
+    keys: Tensor,
+    tiles: list[_Tile],
+    rows: int,
+    gamma: float,
+    attention: Tensor,
+    scratch: Tensor,
+    score: Tensor,
+) -> Tensor:
+    """One KV head: writes its scores (before pooling, mean over query heads) and returns float64 (dispersion, shift).
+
+    queries: fp32, scaled, `[g*r, D]`. keys: `[n, D]`. attention, scratch: flat work space. score: fp32 `[length]`;
+    columns of the window and of no tile stay as they are.
+    """
+    height = queries.shape[0]
+    weights, tops, totals, masses, dots = [], [], [], [], []
+    for tile in tiles:  # softmax relative to the largest logit of the tile; the tiles are joined below
+        width = tile.stop - tile.start
+        logits = scratch[: height * width].view(height, width)
+        torch.mm(queries, keys[tile.start : tile.stop].float().t(), out=logits)
+        if tile.hidden is not None:
+            logits.view(-1, rows, width).masked_fill_(tile.hidden, _HIDDEN)
+        top = logits.amax(1, keepdim=True)
+        weight = attention[height * tile.start : height * tile.stop].view(height, width)
+        torch.exp(logits.sub_(top), out=weight)
+        tops.append(top[:, 0])
+        totals.append(weight.sum(1))
+        weights.append(weight)
+        if tile.in_window:
+            masses.append(torch.zeros_like(totals[-1]))
+            dots.append(masses[-1])
+            continue
+        if tile.counted is not None:
+            logits.mul_(tile.counted)
+        masses.append(totals[-1] if tile.counted is None else weight @ tile.counted)
+        dots.append(logits.mul_(weight).sum(1))
+    top, total, mass, dot = (torch.stack(parts).double() for parts in (tops, totals, masses, dots))  # [tiles, g*r]
+    below = top - top.amax(0)
+    share = below.exp()
+    norm = (share * total).sum(0)
+    share /= norm
+    # lse * sum a - sum a z, with z relative to the row's largest logit: both terms have one sign, nothing cancels.
+    dispersion = norm.log() * (share * mass).sum(0) - (share * (dot + below * mass)).sum(0)
+    shift = torch.zeros((), dtype=torch.float64, device=queries.device)
+    for tile, weight, factor in zip(tiles, weights, share.float(), strict=True):
+        if tile.in_window:
+            continue
+        mean, variance = column_moments(weight.mul_(factor[:, None]), rows, scratch)  # [g, columns]
+        if tile.counted is not None:
+            mean, variance = mean * tile.counted, variance * tile.counted
+        shift += variance.sum(dtype=torch.float64)
+        score[tile.start : tile.stop] = mean.add_(variance, alpha=gamma).mean(0)
+    return torch.stack((dispersion.sum(), shift))
+
+
+def column_moments(attention: Tensor, rows: int, scratch: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased variance over the `rows` of each query head: two `[g, columns]`, the variance 0 for one row.
+
+    attention: `[g*rows, columns]`, destroyed. scratch: flat work space of at least that size. Sums are shifted by the
+    first row: identical rows give exactly 0, and small variances do not cancel.
+    """
+    by_head = attention.view(-1, rows, attention.shape[1])
+    first, rest = by_head[:, 0].clone(), by_head[:, 1:]
+    if rows < 2:
+        return first, torch.zeros_like(first)
+    rest.sub_(first[:, None])
+    mean = rest.sum(1).div_(rows)
+    squares = scratch[: rest.numel()].view(rest.shape)
+    variance = torch.mul(rest, rest, out=squares).sum(1)
+    variance.addcmul_(mean, mean, value=-rows).div_(rows - 1).clamp_min_(0)
+    return mean.add_(first), variance
+
+
+def pool_neighbours(score: Tensor, positions: Tensor | None, pool: int) -> Tensor:
+    """Average pooling over neighbouring positions: the scores within `pool // 2` positions of each, divided by `pool`.
+
+    score: fp32 `[n]`, 0 where a column does not count. positions: int `[n]`, unique, in any order; None for 0 .. n - 1.
+    Positions that are missing count as 0, like the padding at the ends.
+    """
+    order = None if positions is None else positions.argsort()
+    ordered = score if order is None else score[order]
+    near = None if positions is None or order is None else positions[order]
+    pooled = ordered.clone()
+    for offset in range(1, min(pool // 2, len(score) - 1) + 1):
+        before, after = ordered[:-offset], ordered[offset:]
+        if near is not None:
+            gap = near[offset:] - near[:-offset] > pool // 2
+            before, after = before.masked_fill(gap, 0), after.masked_fill(gap, 0)
+        pooled[offset:] += before
+        pooled[:-offset] += after
+    pooled /= pool
+    return pooled if order is None else torch.empty_like(pooled).scatter_(0, order, pooled)
+
+
+def row_order(
+    indicator: Tensor,
+    positions: Tensor,
+    window_start: int,
+    lengths: Sequence[int] | None,
+    keep: int | Sequence[int],
+) -> Tensor:
+    """The columns each head keeps, best first: int64 `[kv_heads, max(keep)]`.
+
+    First the window (`position >= window_start`) by position, then score descending, ties by position: one total order,
+    so that the answer for a smaller `keep` is a prefix. indicator: fp32 `[kv_heads, n]` without NaN. positions: int
+    `[kv_heads, n]`, below 2**31. Only the first `lengths[head]` columns are valid (None: all), and `keep` (for all
+    heads, or one number each) must not exceed them: ValueError. Entries past a head's own `keep` are -1.
+    """
+    kv_heads, n = indicator.shape
+    valid = [n] * kv_heads if lengths is None else list(lengths)
+    wanted = [keep] * kv_heads if isinstance(keep, int) else list(keep)
+    if len(valid) != kv_heads or len(wanted) != kv_heads or any(k > v for k, v in zip(wanted, valid, strict=True)):
+        raise ValueError(f"cannot keep {wanted} of {valid} columns in {kv_heads} heads")
+    # One integer per column: the score's bits in an order of integers (+ 0 joins the two zeros), then the position.
+    bits = (indicator.float() + 0.0).masked_fill(positions >= window_start, math.inf).view(torch.int32)
+    rank = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    key = (rank << 32) + (0x7FFFFFFF - positions.long())
+    if any(length < n for length in valid):
+        columns = torch.arange(n, device=key.device)
+        ends = torch.tensor(valid, device=key.device)[:, None]
+        key.masked_fill_(columns >= ends, torch.iinfo(torch.int64).min)
+    order = key.topk(max(wanted), dim=1, sorted=True).indices
+    if min(wanted) < max(wanted):
+        ends = torch.tensor(wanted, device=key.device)[:, None]
+        order.masked_fill_(torch.arange(max(wanted), device=key.device) >= ends, -1)
+    return order
