@@ -201,7 +201,7 @@ class GgufTokenizer:
     def _merges_of_scores(self, vocabulary: dict[str, int], scores: list[float]) -> list[list[str]]:
         """Merges in the order in which SentencePiece would do them: by the score of what they make, best first.
 
-        The tie-breaks are those of `generate_merges` in transformers' convert_slow_tokenizer.py.
+        Ties go by id, which gives the merges of Llama 2's published tokenizer.json.
         """
         mergeable = {token for token, index in vocabulary.items() if self.types[index] in (_NORMAL, _USER_DEFINED)}
         merges: list[tuple[float, str, str]] = []
@@ -209,7 +209,7 @@ class GgufTokenizer:
             splits = [(token[:at], token[at:]) for at in range(1, len(token))]
             score = scores[vocabulary[token]]
             merges += [(score, left, right) for left, right in splits if left in mergeable and right in mergeable]
-        merges.sort(key=lambda merge: (-merge[0], -len(merge[1]), -len(merge[2]), vocabulary[merge[1] + merge[2]]))
+        merges.sort(key=lambda m: (-m[0], vocabulary[m[1] + m[2]], vocabulary[m[1]], vocabulary[m[2]]))
         return [[left, right] for _, left, right in merges]
 
     def _post_processor(self) -> dict[str, Any] | None:
