@@ -1,0 +1,221 @@
+"""The network: embedding, the pieces of a layer, and the head, as plain functions over plain tensors.
+
+Attention itself is not here: it reads a cache, and belongs to whoever runs the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .config import ModelConfig
+from .rope import rotate_into
+
+_HEAD_TILE = 1 << 20  # elements of the head that are widened at once: 4 MiB of fp32
+
+
+@dataclass(slots=True)
+class Layer:
+    """The tensors of one layer under their Hugging Face names; None where the model has none. Matrices [out, in]."""
+
+    input_layernorm: Tensor
+    q_proj: Tensor
+    k_proj: Tensor
+    v_proj: Tensor
+    o_proj: Tensor
+    post_attention_layernorm: Tensor
+    gate_proj: Tensor
+    up_proj: Tensor
+    down_proj: Tensor
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    v_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Field name and tensor of everything that is there."""
+        for field in fields(self):
+            tensor = getattr(self, field.name)
+            if tensor is not None:
+                yield field.name, tensor
+
+
+class Decoder:
+    """A model's weights and the arithmetic on them. Hidden states are [tokens, hidden_size] in `compute_dtype`.
+
+    Weights stay in the dtype they are stored in, mixed ones as they are. A layer is used through `widened`, which is
+    the stored layer where its dtype is the compute dtype and a copy in one reused buffer otherwise. A tied head is
+    given as `lm_head=embed_tokens`, and `norm` is the final norm. Norms are computed in fp32 and rounded once.
+    Nothing here mutates a weight, and every method works inside and outside `torch.inference_mode`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: Sequence[Layer],
+        embed_tokens: Tensor,
+        norm: Tensor,
+        lm_head: Tensor,
+        compute_dtype: torch.dtype,
+    ) -> None:
+        assert len(layers) == config.num_layers
+        self.config = config
+        self.layers = tuple(layers)
+        self.embed_tokens = embed_tokens  # [vocab_size, hidden_size]
+        self.norm = norm  # [hidden_size]
+        self.lm_head = lm_head  # [vocab_size, hidden_size]
+        self.compute_dtype = compute_dtype
+        self.scale = config.head_dim**-0.5
+        self._buffer: Tensor | None = None
+        self._in_buffer: tuple[int, Layer] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype the matrices are stored in (norms may differ)."""
+        return self.layers[0].q_proj.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights; a tied head counts once, the widening buffer not at all."""
+        tensors = [self.embed_tokens, self.norm, *(t for layer in self.layers for _, t in layer.named_tensors())]
+        if self.lm_head is not self.embed_tokens:
+            tensors.append(self.lm_head)
+        return sum(tensor.nbytes for tensor in tensors)
+
+    @property
+    def buffer_nbytes(self) -> int:
+        """Bytes the widening buffer takes once it is in use: the largest layer's share that needs widening."""
+        return self._buffer_numel() * self.compute_dtype.itemsize
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embeddings [n, hidden_size] of token ids, int64 [n]; the scale is rounded to the compute dtype first, as
+        in transformers."""
+        hidden = F.embedding(ids, self.embed_tokens).to(self.compute_dtype)
+        if self.config.embedding_scale != 1.0:
+            hidden.mul_(torch.tensor(self.config.embedding_scale, dtype=self.compute_dtype, device=self.device))
+        return hidden
+
+    def widened(self, index: int) -> Layer:
+        """Layer `index` in the compute dtype: itself, or a copy that is valid until another layer is asked for."""
+        stored = self.layers[index]
+        if all(tensor.dtype == self.compute_dtype for _, tensor in stored.named_tensors()):
+            return stored
+        if self._in_buffer is not None and self._in_buffer[0] == index:
+            return self._in_buffer[1]
+        if self._buffer is None:
+            with torch.inference_mode(False):  # an inference tensor could not be written to outside that mode
+                self._buffer = torch.empty(self._buffer_numel(), dtype=self.compute_dtype, device=self.device)
+        self._in_buffer = None
+        offset = 0
+        wide: dict[str, Tensor] = {}
+        for name, tensor in stored.named_tensors():
+            if tensor.dtype != self.compute_dtype:
+                place = self._buffer[offset : offset + tensor.numel()].view(tensor.shape)
+                offset += tensor.numel()
+                tensor = place.copy_(tensor)
+            wide[name] = tensor
+        layer = Layer(**wide)
+        self._in_buffer = (index, layer)
+        return layer
+
+    def release_buffer(self) -> None:
+        """Free the widening buffer; the next `widened` allocates it again."""
+        self._buffer = self._in_buffer = None
+
+    def attention_norm(self, layer: Layer, hidden: Tensor) -> Tensor:
+        """The input of attention, [n, hidden_size]."""
+        return self._rms_norm(hidden, layer.input_layernorm)
+
+    def mlp_norm(self, layer: Layer, hidden: Tensor) -> Tensor:
+        """The input of the MLP, [n, hidden_size]."""
+        return self._rms_norm(hidden, layer.post_attention_layernorm)
+
+    def queries(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotated queries, contiguous [num_heads, n, head_dim], of normed hidden states `x` [n, hidden_size].
+
+        `cos` and `sin`: fp32 [n, head_dim / 2] from `Rotary.cos_sin`.
+        """
+        heads = self._heads(F.linear(x, layer.q_proj, layer.q_bias), layer.q_norm)
+        out = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
+        rotate_into(out, heads, cos, sin)
+        return out
+
+    def keys_values(
+        self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, out_keys: Tensor, out_values: Tensor
+    ) -> None:
+        """Write rotated keys and values of normed hidden states `x` [n, hidden_size] into two views, each
+        [num_kv_heads, n, head_dim], strided as they may be."""
+        rotate_into(out_keys, self._heads(F.linear(x, layer.k_proj, layer.k_bias), layer.k_norm), cos, sin)
+        out_values.copy_(self._heads(F.linear(x, layer.v_proj, layer.v_bias), None))
+
+    def attention_output(self, layer: Layer, attention: Tensor) -> Tensor:
+        """Output projection, [n, hidden_size], of the heads' results [num_heads, n, head_dim]."""
+        return F.linear(attention.transpose(0, 1).flatten(1), layer.o_proj, layer.o_bias)
+
+    def mlp(self, layer: Layer, x: Tensor) -> Tensor:
+        """The gated MLP, [n, hidden_size]; holds two arrays of [n, intermediate_size], no third."""
+        gate = F.linear(x, layer.gate_proj, layer.gate_bias)
+        self._activate_(gate)
+        gate.mul_(F.linear(x, layer.up_proj, layer.up_bias))
+        return F.linear(gate, layer.down_proj, layer.down_bias)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits, fp32 [n, vocab_size], of hidden states [n, hidden_size] after the last layer.
+
+        A head of another dtype than the compute dtype is widened by tiles of rows, never as a whole.
+        """
+        x = self._rms_norm(hidden, self.norm)
+        if self.lm_head.dtype == self.compute_dtype:
+            return F.linear(x, self.lm_head).float()
+        vocab_size, hidden_size = self.lm_head.shape
+        rows = max(1, min(vocab_size, _HEAD_TILE // hidden_size))
+        tile = torch.empty(rows, hidden_size, dtype=self.compute_dtype, device=self.device)
+        logits = torch.empty(x.shape[0], vocab_size, dtype=torch.float32, device=self.device)
+        for start in range(0, vocab_size, rows):
+            part = self.lm_head[start : start + rows]
+            logits[:, start : start + rows] = F.linear(x, tile[: part.shape[0]].copy_(part))
+        return logits
+
+    def _buffer_numel(self) -> int:
+        return max(
+            sum(tensor.numel() for _, tensor in layer.named_tensors() if tensor.dtype != self.compute_dtype)
+            for layer in self.layers
+        )
+
+    def _heads(self, projected: Tensor, norm: Tensor | None) -> Tensor:
+        """A view [heads, n, head_dim] of a projection [n, heads * head_dim], normed per head where a norm is given."""
+        heads = projected.view(projected.shape[0], -1, self.config.head_dim)
+        if norm is not None:
+            heads = self._rms_norm(heads, norm)
+        return heads.transpose(0, 1)
+
+    def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x / rms(x) * (norm_offset + weight) over the last dimension, in fp32, rounded to the compute dtype."""
+        wide = x.float()
+        # The 2-norm needs no array of squares.
+        square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(wide.shape[-1])
+        scale = weight.float()
+        if self.config.norm_offset:
+            scale = scale + self.config.norm_offset
+        normed: Tensor = (wide * square.add_(self.config.rms_norm_eps).rsqrt_()).mul_(scale)
+        return normed.to(self.compute_dtype)
+
+    def _activate_(self, gate: Tensor) -> None:
+        if self.config.hidden_act == "silu":
+            F.silu(gate, inplace=True)
+        else:
+            approximate = "tanh" if self.config.hidden_act == "gelu_tanh" else "none"
+            torch.ops.aten.gelu_(gate, approximate=approximate)
