@@ -36,6 +36,7 @@ class SavedRows:
     position: Tensor  # int32 [slots]
     score: Tensor  # fp32 [slots]
     length: np.ndarray  # int64 [layers, kv_heads]
+    capacity: np.ndarray  # int64 [layers, kv_heads]
 
 
 @dataclass
@@ -197,10 +198,10 @@ class Arena:
             end += length
         self._packed_end, self._read = end, layer + 1
 
-    def finish(self, headroom: list[int] | np.ndarray) -> None:
-        """Spread the compacted rows so that each row of layer l has `headroom[l]` free slots behind it."""
+    def finish(self, headroom: np.ndarray) -> None:
+        """Spread the compacted rows: `headroom` `[layers, 1 or kv_heads]` free slots behind each."""
         self._slide()
-        extra = np.asarray(headroom, dtype=np.int64)[:, None] + np.zeros_like(self.length)
+        extra = headroom.astype(np.int64) + np.zeros_like(self.length)
         ends = np.cumsum((self.length + extra).reshape(-1)).reshape(self.length.shape)
         assert ends[-1, -1] <= min(self.keys.shape[0], self.position.numel()), (
             "the arena was sized for fewer new tokens"
@@ -214,20 +215,25 @@ class Arena:
     # -- copies of rows -----------------------------------------------------------------------------------------------
 
     def save(self) -> SavedRows:
-        """A packed copy of every row, that `load` brings back exactly."""
+        """A packed copy of every row, that `load` brings back exactly, headroom included."""
         spans = [slice(int(o), int(o + n)) for o, n in zip(self.offset.flat, self.length.flat, strict=True)]
         parts = [torch.cat([table[s] for s in spans]) for table in (self.keys, self.values, self.position, self.score)]
-        return SavedRows(parts[0], parts[1], parts[2], parts[3], self.length.copy())
+        return SavedRows(parts[0], parts[1], parts[2], parts[3], self.length.copy(), self.capacity.copy())
+
+    def holds(self, saved: SavedRows) -> bool:
+        """Whether saved rows and their headroom fit."""
+        return int(saved.capacity.sum()) <= min(self.keys.shape[0], self.position.numel())
 
     def load(self, saved: SavedRows) -> None:
-        """Replace every row by a saved copy, packed to the left."""
+        """Replace every row by a saved copy; each gets the headroom it had."""
+        assert self.holds(saved), "the arena is smaller than the saved rows"
         count = int(saved.length.sum())
-        assert count <= min(self.keys.shape[0], self.position.numel()), "the arena is smaller than the saved rows"
         self.keys[:count], self.values[:count] = saved.keys, saved.values
         self.position[:count], self.score[:count] = saved.position, saved.score
-        self.length[:] = saved.length
-        self.capacity[:] = saved.length
+        self.length[:] = self.capacity[:] = saved.length
         self.offset[:] = (np.cumsum(saved.length.reshape(-1)) - saved.length.reshape(-1)).reshape(saved.length.shape)
+        self._read = self.layout.num_layers
+        self.finish(saved.capacity - saved.length)
 
     # -- moving -------------------------------------------------------------------------------------------------------
 

@@ -70,16 +70,21 @@ def arena_size(
     `budget` is C in tokens per layer and KV head (None keeps everything); `held` and `held_longest` are the sum over
     layers and the largest of what a continued sequence already keeps, in tokens per KV head.
     """
-    layers, total = layout.num_layers, held_longest + tokens
-    kept = layers * total if budget is None else layers * min(budget, total)
+    layers, longest = layout.num_layers, held_longest + tokens
+    kept = kept_limit(layers, budget=budget, tokens=tokens, held=held)
     if not hold:
         decode = kept + layers * new_tokens
     else:
         # Until the budget is reached a held row grows; one more slot per row takes the newcomer (see engine/decode.py).
-        limit = total + new_tokens if budget is None else min(budget, total + new_tokens)
+        limit = longest + new_tokens if budget is None else min(budget, longest + new_tokens)
         decode = max(kept, layers * limit) + layers
-    staging = total if tokens else 0
-    return ArenaSize(*(layout.num_kv_heads * n for n in (kept + (held if tokens else 0), staging, decode)))
+    return ArenaSize(*(layout.num_kv_heads * n for n in (kept + held, longest, decode)))
+
+
+def kept_limit(layers: int, *, budget: int | None, tokens: int, held: int) -> int:
+    """The most tokens per KV head that all layers together keep of what they hold and a new piece of `tokens`."""
+    everything = held + layers * tokens
+    return everything if budget is None else min(everything, layers * budget)
 
 
 def budget_within(

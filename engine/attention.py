@@ -1,0 +1,87 @@
+"""Attention over keys that are stored once per KV head: the query heads that share one are grouped, nothing expanded.
+
+Every function takes queries ``[heads, q_len, head_dim]`` and keys and values ``[kv_heads, kv_len, head_dim]`` (strided
+views are fine) and lets query head h read KV head ``h // (heads // kv_heads)``. Masks are by *position*, never by
+index: the order of keys has no meaning, since they carry their rotation.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def prefill_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, *, scale: float, past: int, sliding: SlidingMask | None = None
+) -> Tensor:
+    """Causal attention of a chunk, aligned to the end of the keys. Returns `[heads, q_len, head_dim]`.
+
+    The first `past` keys come before every query; the rest, ``kv_len - past == q_len`` of them, are the chunk's own.
+    torch's `is_causal` is aligned to the top left corner, so the two parts are computed apart, each without a mask,
+    and combined by their log-sum-exp: nothing above the diagonal blocks is computed. With `sliding` a key is visible
+    if it lies within the window by position, and one masked call is made.
+    """
+    heads, q_len, head_dim = queries.shape
+    kv_heads = keys.shape[0]
+    grouped = queries.view(kv_heads, heads // kv_heads, q_len, head_dim)
+    if sliding is not None:
+        mask = sliding.visible(q_len)  # [kv_heads or 1, 1, q_len, kv_len]
+        shape = (kv_heads, heads // kv_heads, keys.shape[1], head_dim)
+        out = scaled_dot_product_attention(
+            grouped, keys[:, None].expand(shape), values[:, None].expand(shape), attn_mask=mask, scale=scale
+        )
+        return out.reshape(heads, q_len, head_dim)
+    own, own_lse = _attend(grouped, keys[:, past:], values[:, past:], scale, causal=True)
+    if past:
+        before, before_lse = _attend(grouped, keys[:, :past], values[:, :past], scale, causal=False)
+        # softmax over both parts: the share of each part is the sigmoid of the difference of their log-sum-exps
+        own = torch.lerp(before, own, torch.sigmoid(own_lse - before_lse).unsqueeze(-1).to(own.dtype))
+    return own.reshape(heads, q_len, head_dim)
+
+
+def _attend(grouped: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention and log-sum-exp `[kv_heads, group, q_len]` of grouped queries `[kv_heads, group, q_len, head_dim]`."""
+    shape = (keys.shape[0], grouped.shape[1], keys.shape[1], keys.shape[2])
+    keys, values = keys[:, None].expand(shape), values[:, None].expand(shape)  # stride 0: no copy
+    if grouped.device.type == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            grouped, keys, values, 0.0, causal, scale=scale
+        )
+        return out, lse
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        grouped, keys, values, None, True, 0.0, causal, scale=scale
+    )
+    return out, lse[..., : grouped.shape[2]]
+
+
+class SlidingMask:
+    """Visibility by position in a layer with a sliding window: key j for query i if i - window < j <= i."""
+
+    def __init__(self, window: int, query_position: Tensor, key_position: Tensor) -> None:
+        """`query_position` int `[q_len]`, `key_position` int `[kv_heads, kv_len]`."""
+        self.window, self.query_position, self.key_position = window, query_position, key_position
+
+    def visible(self, q_len: int) -> Tensor:
+        """Boolean `[kv_heads, 1, q_len, kv_len]`."""
+        query = self.query_position[-q_len:, None]
+        key = self.key_position[:, None, None, :]
+        return (key <= query) & (key > query - self.window)
+
+
+def decode_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, *, scale: float, hidden: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """One new token's attention over a row: output `[heads, head_dim]`, weights fp32 `[kv_heads, group, kv_len]`.
+
+    `queries` `[heads, head_dim]`; `hidden` bool `[kv_heads, kv_len]` marks keys outside a sliding window.
+    """
+    heads, head_dim = queries.shape
+    kv_heads = keys.shape[0]
+    grouped = queries.view(kv_heads, heads // kv_heads, head_dim)
+    logits = torch.matmul(grouped, keys.to(queries.dtype).transpose(1, 2)).float().mul_(scale)
+    if hidden is not None:
+        logits.masked_fill_(hidden[:, None], float("-inf"))
+    probabilities = torch.softmax(logits, dim=-1)
+    out = torch.matmul(probabilities.to(queries.dtype), values.to(queries.dtype))
+    return out.reshape(heads, head_dim), probabilities

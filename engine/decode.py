@@ -1,0 +1,99 @@
+"""One decode step in plain torch: the reference of every faster runner of a step.
+
+`grow` writes the new token behind each row. `hold` keeps a row at its limit: the newcomer is written into the one spare
+slot behind the row, attention runs over row and newcomer, and then it changes places with the slot to which the current
+query paid least attention, outside the last `window` tokens. So the loser stays in the spare slot, aside, until the
+next step writes there, and the step can be undone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..cache.arena import Arena
+from ..models.decoder import Decoder
+from .attention import decode_attention
+from .sequence import Sequence
+
+
+def step(decoder: Decoder, arena: Arena, sequence: Sequence, token: int, *, window: int) -> Tensor:
+    """Feed one token. Returns the next token's logits fp32 `[vocab]`; rows and the sequence's ids are extended.
+
+    The rows must have room (`Arena.capacity`): the caller checks before the first step.
+    """
+    assert sequence.rotary is not None, "decoding follows a prefill"
+    position = sequence.total
+    ids = torch.tensor([token], device=decoder.device)
+    cos, sin = sequence.rotary.cos_sin(torch.tensor([position], device=decoder.device))
+    hidden = decoder.embed(ids)  # [1, hidden]
+    for index in range(decoder.config.num_layers):
+        layer = decoder.widened(index)
+        normed = decoder.attention_norm(layer, hidden)
+        queries = decoder.queries(layer, normed, cos, sin)  # [heads, 1, head_dim]
+        shape = (decoder.config.num_kv_heads, 1, decoder.config.head_dim)
+        keys, values = (torch.empty(shape, dtype=hidden.dtype, device=hidden.device) for _ in range(2))
+        decoder.keys_values(layer, normed, cos, sin, keys, values)
+        if sequence.ring is not None:
+            sequence.ring.write(index, position, queries)
+        attended = _layer_attention(decoder, arena, sequence, index, queries[:, 0], keys, values, window)
+        hidden = hidden + decoder.attention_output(layer, attended[:, None])
+        hidden += decoder.mlp(layer, decoder.mlp_norm(layer, hidden))
+    sequence.ids.append(token)
+    return decoder.logits(hidden)[0]
+
+
+def _layer_attention(
+    decoder: Decoder,
+    arena: Arena,
+    sequence: Sequence,
+    layer: int,
+    queries: Tensor,
+    new_keys: Tensor,
+    new_values: Tensor,
+    window: int,
+) -> Tensor:
+    """Write the newcomer `[kv_heads, 1, head_dim]` into each row, attend, and let full rows give up a slot."""
+    position, sliding = sequence.total, decoder.config.sliding_windows[layer]
+    kv_heads = arena.layout.num_kv_heads
+    together = arena.agrees(layer)
+    group = queries.shape[0] // kv_heads
+    outputs = []
+    for heads in [slice(0, kv_heads)] if together else [slice(head, head + 1) for head in range(kv_heads)]:
+        if together:
+            keys, values, positions = arena.rows(layer, extra=1)
+        else:
+            keys, values, positions = (table[None] for table in arena.row(layer, heads.start, extra=1))
+        keys[:, -1], values[:, -1], positions[:, -1] = new_keys[heads, 0], new_values[heads, 0], position
+        hidden = None if sliding is None else positions <= position - sliding
+        part = queries[heads.start * group : heads.stop * group]
+        output, weights = decode_attention(part, keys, values, scale=decoder.scale, hidden=hidden)
+        outputs.append(output)
+        full = sequence.limit is not None and bool((arena.length[layer, heads] >= sequence.limit[layer, heads]).all())
+        if full:
+            losers = least_attended(weights, positions, position, window)
+            for table in (keys, values, positions):
+                exchange(table, losers)
+        else:
+            arena.length[layer, heads] += 1
+    return torch.cat(outputs)
+
+
+def least_attended(weights: Tensor, positions: Tensor, position: int, window: int) -> Tensor:
+    """Per KV head the column that gets least attention, outside the last `window` tokens; of equals the oldest.
+
+    `weights` `[kv_heads, group, columns]`, `positions` `[kv_heads, columns]`; returns int64 `[kv_heads]`. A slot's
+    score is the mean over the query heads of its KV head.
+    """
+    scores = weights.mean(dim=1)
+    scores = scores.masked_fill(positions > position - window, float("inf"))
+    lowest = scores == scores.amin(dim=1, keepdim=True)
+    return torch.where(lowest, positions, torch.iinfo(positions.dtype).max).argmin(dim=1)
+
+
+def exchange(table: Tensor, columns: Tensor) -> None:
+    """Let the last column and `columns[head]` change places, in `[kv_heads, columns, ...]`."""
+    heads = torch.arange(table.shape[0], device=table.device)
+    chosen, newcomer = table[heads, columns], table[:, -1].clone()
+    table[heads, columns] = newcomer
+    table[:, -1] = chosen

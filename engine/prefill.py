@@ -1,0 +1,258 @@
+"""Reading a piece of text: layer by layer, in chunks of tokens inside the layer, evicting as soon as a layer is read.
+
+Only one layer's keys and values exist in full at any time. A layer's weight is widened once and serves every chunk; the
+hidden states are updated in place; no tensor has a row per token and a column per token or per vocabulary entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..cache.arena import Arena, Staged
+from ..cache.cascade import Cascade
+from ..cache.layout import kept_limit
+from ..cache.policies.base import Policy
+from ..cache.scores import LayerView, row_order
+from ..models.decoder import Decoder, Layer
+from .attention import SlidingMask, decode_attention, prefill_attention
+from .sequence import Sequence
+
+OnChunk = Callable[[int, int, int], None]  # (layer, tokens of this layer done, tokens of the piece)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What stays the same while one piece is read."""
+
+    tokens: int
+    first: int  # true position of the first token
+    cos: Tensor  # fp32 [tokens, head_dim / 2]
+    sin: Tensor
+    chunk: int
+
+    @property
+    def total(self) -> int:
+        return self.first + self.tokens
+
+    def chunks(self) -> list[tuple[int, int]]:
+        return [(start, min(start + self.chunk, self.tokens)) for start in range(0, self.tokens, self.chunk)]
+
+
+def read(
+    decoder: Decoder,
+    arena: Arena,
+    sequence: Sequence,
+    ids: Tensor,
+    *,
+    policy: Policy,
+    window: int,
+    chunk: int,
+    on_chunk: OnChunk | None = None,
+) -> Tensor:
+    """Feed `ids` int64 `[tokens]` to the sequence in the arena. Returns the last hidden state `[1, hidden]`.
+
+    Afterwards every layer's rows hold what the policy kept of the old rows and the new tokens, within the sequence's
+    budget, packed to the left (`Arena.finish` makes room for decoding). The sequence's ids are extended. If anything
+    raises on the way, the rows are spoilt: go back to a checkpoint, or drop the sequence.
+    """
+    layers = decoder.config.num_layers
+    piece = _piece(sequence, ids, chunk)
+    budget = sequence.budget
+    evicting = policy.evicts and budget is not None and piece.total > budget
+    cascade = Cascade(layers, budget, window, policy.allocation) if evicting and budget is not None else None
+    held = int(arena.length.max(axis=1).sum())
+    arena.begin(kept_limit(layers, budget=budget if evicting else None, tokens=piece.tokens, held=held))
+    hidden = decoder.embed(ids)  # [tokens, hidden]
+    for index in range(layers):
+        staged = arena.stage(index, piece.tokens, piece.first)
+        layer = decoder.widened(index)
+        last = index == layers - 1
+        if last:
+            hidden = _last_layer(decoder, layer, hidden, staged, piece, sequence, window, on_chunk)
+        else:
+            _whole_layer(decoder, layer, hidden, staged, piece, sequence, on_chunk)
+        _keep(decoder, arena, sequence, staged, index, piece, policy, cascade, window)
+    sequence.ids.extend(ids.tolist())
+    return hidden
+
+
+def read_all(decoder: Decoder, arena: Arena, sequence: Sequence, ids: Tensor, *, chunk: int) -> Tensor:
+    """The last layer's hidden states of every token, `[tokens, hidden]`; nothing is kept in the arena."""
+    piece = _piece(sequence, ids, chunk)
+    arena.begin(0)
+    hidden = decoder.embed(ids)
+    for index in range(decoder.config.num_layers):
+        staged = arena.stage(index, piece.tokens, piece.first)
+        _whole_layer(decoder, decoder.widened(index), hidden, staged, piece, sequence, None)
+    return hidden
+
+
+def _piece(sequence: Sequence, ids: Tensor, chunk: int) -> Piece:
+    assert sequence.rotary is not None, "a sequence gets its rotary frequencies before its first piece"
+    tokens, first = ids.shape[0], sequence.total
+    cos, sin = sequence.rotary.cos_sin(torch.arange(first, first + tokens, device=ids.device))
+    return Piece(tokens, first, cos, sin, chunk)
+
+
+def _whole_layer(
+    decoder: Decoder,
+    layer: Layer,
+    hidden: Tensor,
+    staged: Staged,
+    piece: Piece,
+    sequence: Sequence,
+    on_chunk: OnChunk | None,
+) -> None:
+    """One decoder layer over all tokens, in place in `hidden`."""
+    sliding = decoder.config.sliding_windows[layer.index]
+    for start, end in piece.chunks():
+        span = hidden[start:end]
+        normed = decoder.attention_norm(layer, span)
+        cos, sin = piece.cos[start:end], piece.sin[start:end]
+        _write_keys_values(decoder, layer, normed, staged, start, cos, sin)
+        queries = decoder.queries(layer, normed, cos, sin)  # [heads, chunk, head_dim]
+        if sequence.ring is not None and end > piece.tokens - sequence.ring.window:
+            sequence.ring.write(layer.index, piece.first + start, queries)
+        attended = _attend_chunk(queries, staged, start, end, piece, decoder.scale, sliding)
+        span += decoder.attention_output(layer, attended)
+        span += decoder.mlp(layer, decoder.mlp_norm(layer, span))
+        if on_chunk:
+            on_chunk(layer.index, end, piece.tokens)
+
+
+def _last_layer(
+    decoder: Decoder,
+    layer: Layer,
+    hidden: Tensor,
+    staged: Staged,
+    piece: Piece,
+    sequence: Sequence,
+    window: int,
+    on_chunk: OnChunk | None,
+) -> Tensor:
+    """The last layer where only the next token matters: keys of all, queries of the window, the rest of one token."""
+    for start, end in piece.chunks():
+        normed = decoder.attention_norm(layer, hidden[start:end])
+        _write_keys_values(decoder, layer, normed, staged, start, piece.cos[start:end], piece.sin[start:end])
+        if on_chunk:
+            on_chunk(layer.index, end, piece.tokens)
+    start = max(0, piece.tokens - (1 if sequence.ring is None else window))
+    normed = decoder.attention_norm(layer, hidden[start:])
+    queries = decoder.queries(layer, normed, piece.cos[start:], piece.sin[start:])
+    if sequence.ring is not None:
+        sequence.ring.write(layer.index, piece.first + start, queries)
+    sliding = decoder.config.sliding_windows[layer.index]
+    attended = _attend_last(queries[:, -1], staged, piece, decoder.scale, sliding)
+    last = hidden[-1:] + decoder.attention_output(layer, attended[:, None])
+    last += decoder.mlp(layer, decoder.mlp_norm(layer, last))
+    return last
+
+
+def _write_keys_values(
+    decoder: Decoder, layer: Layer, normed: Tensor, staged: Staged, start: int, cos: Tensor, sin: Tensor
+) -> None:
+    count = normed.shape[0]
+    if staged.agree:
+        columns = slice(staged.held[0] + start, staged.held[0] + start + count)
+        decoder.keys_values(layer, normed, cos, sin, staged.keys[:, columns], staged.values[:, columns])
+        return
+    kv_heads, _, head_dim = staged.keys.shape
+    keys, values = (staged.keys.new_empty(kv_heads, count, head_dim) for _ in range(2))
+    decoder.keys_values(layer, normed, cos, sin, keys, values)
+    for head, held in enumerate(staged.held):
+        columns = slice(held + start, held + start + count)
+        staged.keys[head, columns], staged.values[head, columns] = keys[head], values[head]
+
+
+def _attend_chunk(
+    queries: Tensor, staged: Staged, start: int, end: int, piece: Piece, scale: float, sliding: int | None
+) -> Tensor:
+    """Attention of a chunk's queries `[heads, chunk, head_dim]` over what is held and the tokens up to its end."""
+    if not staged.agree:
+        group = queries.shape[0] // len(staged.held)
+        parts = [
+            _attend_chunk(queries[head * group : (head + 1) * group], one, start, end, piece, scale, sliding)
+            for head, one in enumerate(_per_head(staged))
+        ]
+        return torch.cat(parts)
+    held = staged.held[0]
+    mask, low = None, 0
+    if sliding is not None and piece.total > sliding:
+        # Without held rows columns are positions, and those before the window of the chunk's first query never count.
+        low = max(0, start - sliding + 1) if held == 0 else 0
+        position = torch.arange(piece.first + start, piece.first + end, device=queries.device)
+        mask = SlidingMask(sliding, position, staged.position[:, low : held + end])
+    keys, values = staged.keys[:, low : held + end], staged.values[:, low : held + end]
+    return prefill_attention(queries, keys, values, scale=scale, past=held + start, sliding=mask)
+
+
+def _attend_last(queries: Tensor, staged: Staged, piece: Piece, scale: float, sliding: int | None) -> Tensor:
+    """Attention of the last token `[heads, head_dim]` over all columns."""
+    if not staged.agree:
+        group = queries.shape[0] // len(staged.held)
+        parts = [
+            _attend_last(queries[head * group : (head + 1) * group], one, piece, scale, sliding)
+            for head, one in enumerate(_per_head(staged))
+        ]
+        return torch.cat(parts)
+    hidden = None if sliding is None else staged.position <= piece.total - 1 - sliding
+    return decode_attention(queries, staged.keys, staged.values, scale=scale, hidden=hidden)[0]
+
+
+def _per_head(staged: Staged) -> list[Staged]:
+    """A staged layer whose heads hold unequal numbers of tokens, as one staged layer per head."""
+    ends = staged.lengths
+    return [
+        Staged(
+            staged.keys[head : head + 1, :end],
+            staged.values[head : head + 1, :end],
+            staged.position[head : head + 1, :end],
+            (staged.held[head],),
+            staged.tokens,
+        )
+        for head, end in enumerate(ends)
+    ]
+
+
+def _keep(
+    decoder: Decoder,
+    arena: Arena,
+    sequence: Sequence,
+    staged: Staged,
+    index: int,
+    piece: Piece,
+    policy: Policy,
+    cascade: Cascade | None,
+    window: int,
+) -> None:
+    """Deal the budget again over the layers read so far, shrink the earlier ones, and keep the best of this one."""
+    if cascade is None or sequence.ring is None:
+        arena.keep(index, staged, None, list(staged.lengths), None)
+        return
+    sliding = decoder.config.sliding_windows[index]
+    queries, query_position = sequence.ring.read(index, piece.total)
+    view = LayerView(
+        layer=index,
+        keys=staged.keys,
+        positions=staged.position,
+        queries=queries,
+        query_positions=query_position,
+        window=window,
+        scale=decoder.scale,
+        sliding_window=sliding,
+        total=piece.total,
+        lengths=None if staged.agree else staged.lengths,
+    )
+    scored = policy.score(view)
+    tokens = max(staged.lengths)
+    cap = min(tokens, sliding or tokens) - min(window, piece.total)
+    shares = cascade.add(scored.preference, max(cap, 0), tokens)
+    for earlier, share in enumerate(shares[:-1]):
+        arena.shrink(earlier, [min(share, int(n)) for n in arena.length[earlier]])
+    lengths = [min(shares[-1], length) for length in staged.lengths]
+    order = row_order(scored.indicator, staged.position, piece.total - window, staged.lengths, max(lengths))
+    arena.keep(index, staged, order, lengths, scored.indicator)

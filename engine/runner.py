@@ -1,0 +1,263 @@
+"""The runner: token ids in, token ids out. It owns the decoder, the arena, and which sequence's rows are in it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..cache.budget import Budget, check_budget, parse_bytes
+from ..cache.config import CacheConfig
+from ..cache.layout import ArenaLayout, ArenaSize, budget_within
+from ..cache.policies import make_policy
+from ..cache.policies.base import Policy, PolicyModel
+from ..errors import OptionError, PromptError
+from ..models.decoder import Decoder
+from ..models.rope import Rotary
+from . import decode, prefill
+from .generation import GenerationConfig
+from .results import TokenLogprobs
+from .sampling import History, choose, log_probabilities
+from .sequence import QueryRing, Sequence
+from .tenancy import Tenancy
+
+log = logging.getLogger(__name__)
+
+OnChunk = Callable[[int, int, int], None]
+
+
+@dataclass(frozen=True)
+class Token:
+    """One generated token; `finish_reason` says why the reply ends with it, if it does (a stop token is not text)."""
+
+    id: int
+    logprobs: TokenLogprobs | None
+    finish_reason: str | None
+
+
+@dataclass
+class Timing:
+    """What one reply took, filled in while it runs."""
+
+    prompt_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    decode_steps: int = 0
+    lengths: tuple[tuple[int, ...], ...] = ()  # kept tokens per layer and KV head after the prefill
+    total: int = 0  # true tokens after the prefill
+
+
+class Runner:
+    """Runs sequences over one decoder and one arena. The rows of one sequence, the active one, are in the arena."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: CacheConfig,
+        *,
+        context: int,
+        chunk: int,
+        valid_ids: int | None = None,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
+        config = decoder.config
+        self.decoder, self.cache, self.context, self.chunk, self.valid_ids = decoder, cache, context, chunk, valid_ids
+        self.layout = ArenaLayout(
+            config.num_layers,
+            config.num_kv_heads,
+            config.head_dim,
+            kv_dtype or decoder.compute_dtype,
+            decoder.compute_dtype,
+        )
+        self.model = PolicyModel(config.model_type, config.num_layers, config.hidden_size, config.vocab_size)
+        self.tenancy = Tenancy(self.layout, decoder.device, hold=self.hold, kv_memory=cache.kv_memory)
+        self._lock = threading.RLock()  # steps of concurrent callers queue, each on its own sequence
+
+    # -- sequences ----------------------------------------------------------------------------------------------------
+
+    def policy(self, budget: int | None) -> Policy:
+        return make_policy(self.cache, self.model, budget or 0)
+
+    @property
+    def hold(self) -> bool:
+        return self.cache.decode_policy == "hold"
+
+    def budget_for(self, prompt_tokens: int, new_tokens: int, *, share: float = 1.0) -> int | None:
+        """C in tokens for a first piece of this length: None where the policy keeps everything.
+
+        Of `kv_memory`, `share` may be used (a conversation needs room for what it holds while it reads a turn).
+        """
+        if not make_policy(self.cache, self.model, 0).evicts:
+            if self.hold:
+                raise OptionError(
+                    f"the policy {self.cache.policy!r} keeps everything, so there is no size to hold: "
+                    "use --decode-policy grow, or a policy that evicts"
+                )
+            return None
+        if self.cache.kv_memory is not None:
+            return budget_within(
+                self.layout,
+                int(parse_bytes(self.cache.kv_memory) * share),
+                tokens=prompt_tokens,
+                new_tokens=new_tokens,
+                hold=self.hold,
+                window=self.cache.window,
+            )
+        budget = Budget.parse(self.cache.budget).tokens(prompt_tokens)
+        check_budget(budget, self.cache.window)
+        return budget
+
+    def prepare(self, sequence: Sequence, tokens: int, new_tokens: int, *, share: float = 1.0) -> int:
+        """Check that a piece and its reply fit, fix budget and frequencies, and make room. Returns the new-token limit.
+
+        Raises PromptError with both numbers if the text is too long, before anything is changed.
+        """
+        first, total = sequence.total, sequence.total + tokens
+        if tokens < 1:
+            raise PromptError("the prompt is empty: there is no token to read")
+        if total >= self.context:
+            raise PromptError(
+                f"the prompt has {total:,} tokens, but the model's context is {self.context:,} and a reply needs at "
+                "least 1: shorten the prompt, or stretch the context with --rope-scaling KIND:FACTOR"
+            )
+        new_tokens = min(new_tokens, self.context - total)
+        budget = sequence.budget
+        if first == 0 and budget is None:
+            budget = self.budget_for(total, new_tokens, share=share)
+        rotary = self.rotary(total + new_tokens)
+        if sequence.rotary is not None and rotary.key != sequence.rotary.key:
+            raise PromptError(
+                f"with {total + new_tokens:,} tokens this model turns its keys by other frequencies than those in the "
+                "cache: read the whole text anew"
+            )
+        self.tenancy.activate(sequence)
+        self.tenancy.reserve(sequence, budget, tokens, new_tokens)
+        sequence.budget, sequence.rotary = budget, sequence.rotary or rotary
+        if sequence.ring is None and budget is not None:
+            config = self.decoder.config
+            sequence.ring = QueryRing(
+                config.num_layers,
+                self.cache.window,
+                config.num_heads,
+                config.head_dim,
+                self.decoder.compute_dtype,
+                self.decoder.device,
+            )
+        return new_tokens
+
+    def rotary(self, length: int) -> Rotary:
+        """The frequencies for a text that will have `length` tokens (dynamic and longrope choose by it, once)."""
+        return Rotary(self.decoder.config.rope, length, self.decoder.device)
+
+    @contextmanager
+    def _whole(self, sequence: Sequence) -> Iterator[None]:
+        """Mark the sequence as spoilt if what runs inside does not come to its end."""
+        assert not sequence.spoilt, "a spoilt sequence was continued"
+        sequence.spoilt = True
+        yield
+        sequence.spoilt = False
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        sequence: Sequence,
+        ids: list[int],
+        generation: GenerationConfig,
+        *,
+        stop_ids: frozenset[int] = frozenset(),
+        on_chunk: OnChunk | None = None,
+        timing: Timing | None = None,
+        share: float = 1.0,
+        history_ids: list[int] | None = None,
+    ) -> Iterator[Token]:
+        """Feed `ids` to a sequence and yield the reply's tokens one by one; `generation` is resolved.
+
+        The last token that is yielded has not been fed. The reply ends with a stop token ("stop"), with max_new_tokens,
+        or where the model's context ends ("length"). `history_ids` are what the repetition penalty counts as prompt.
+        """
+        timing = timing or Timing()
+        with self._lock:
+            limit = self.prepare(sequence, len(ids), generation.max_new_tokens or 0, share=share)
+            started = time.perf_counter()
+        with self._lock, self._whole(sequence):
+            logits = self.feed(sequence, ids, limit, on_chunk=on_chunk)
+        timing.prompt_tokens, timing.prefill_s = len(ids), time.perf_counter() - started
+        timing.total = sequence.total
+        timing.lengths = tuple(tuple(int(n) for n in row) for row in self.tenancy.arena.length)
+        history = None
+        if generation.penalises:
+            prompt = history_ids if history_ids is not None else sequence.ids
+            history = History(self.decoder.config.vocab_size, prompt, self.decoder.device)
+        for index in range(limit):
+            started = time.perf_counter()
+            token = choose(logits, generation, history, generation.seed or 0, index, valid=self.valid_ids)
+            logprobs = None
+            if generation.logprobs is not None:
+                logprobs = log_probabilities(logits, token, generation.logprobs, valid=self.valid_ids)
+            reason = "stop" if token in stop_ids else "length" if index == limit - 1 else None
+            timing.decode_s += time.perf_counter() - started
+            yield Token(token, logprobs, reason)
+            if reason:
+                return
+            if history is not None:
+                history.add(token)
+            started = time.perf_counter()
+            with self._lock, self._whole(sequence), torch.inference_mode():
+                self.tenancy.activate(sequence)
+                logits = decode.step(self.decoder, self.tenancy.arena, sequence, token, window=self.cache.window)
+            timing.decode_s += time.perf_counter() - started
+            timing.decode_steps += 1
+
+    @torch.inference_mode()
+    def feed(self, sequence: Sequence, ids: list[int], new_tokens: int, *, on_chunk: OnChunk | None = None) -> Tensor:
+        """Read a piece and make room for a reply. Returns the next token's logits fp32 `[vocab]`. See `prepare`."""
+        policy = self.policy(sequence.budget)
+        hidden = prefill.read(
+            self.decoder,
+            self.tenancy.arena,
+            sequence,
+            torch.tensor(ids, device=self.decoder.device),
+            policy=policy,
+            window=self.cache.window,
+            chunk=self.chunk,
+            on_chunk=on_chunk,
+        )
+        length = self.tenancy.arena.length
+        headroom = np.full(length.shape[0], new_tokens, dtype=np.int64)
+        sequence.limit = None
+        if self.hold and sequence.budget is not None:
+            evicted = sequence.total > sequence.budget
+            sequence.limit = length.copy() if evicted else np.full_like(length, sequence.budget)
+            headroom = np.minimum((sequence.limit - length).max(axis=1), new_tokens) + 1
+        self.tenancy.arena.finish(headroom[:, None])
+        return self.decoder.logits(hidden)[0]
+
+    @torch.inference_mode()
+    def score(self, ids: list[int]) -> list[float]:
+        """Log-likelihood of every token after the first, given those before; logits exist for one chunk at a time."""
+        if len(ids) > self.context:
+            raise PromptError(f"the text has {len(ids):,} tokens, but the model's context is {self.context:,}")
+        sequence = Sequence(rotary=self.rotary(len(ids)))
+        self.tenancy.activate(sequence)
+        kv_heads = self.layout.num_kv_heads
+        size = ArenaSize(0, len(ids) * kv_heads, 0)
+        self.tenancy.make(size)
+        tokens = torch.tensor(ids, device=self.decoder.device)
+        hidden = prefill.read_all(self.decoder, self.tenancy.arena, sequence, tokens, chunk=self.chunk)
+        result: list[float] = []
+        rows = max(1, min(self.chunk, 64))
+        for start in range(0, len(ids) - 1, rows):
+            end = min(start + rows, len(ids) - 1)
+            logits = self.decoder.logits(hidden[start:end])[:, : self.valid_ids]
+            chosen = logits.gather(1, tokens[start + 1 : end + 1, None])[:, 0]
+            result += (chosen - torch.logsumexp(logits, dim=-1)).tolist()
+        self.tenancy.arena.clear()
+        return result
