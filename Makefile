@@ -1,0 +1,64 @@
+# make demo | test | lint | types | wheel | clean. Each makes the environment first if it is not there yet.
+#
+#   make demo PYTHON=python3.12        another Python (3.11 or newer)
+#   make demo VENV=/tmp/cake           another place for the environment
+#   make demo TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'      a build of torch without CUDA
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+
+MODEL ?= smollm2-135m
+DOC ?= examples/harbour.md
+QUESTION ?= What is this document about?
+BUDGET ?= 512
+export QUESTION
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+# Made last, so that an interrupted run does not count; its name holds TORCH, so that another TORCH is installed.
+STAMP := $(VENV)/.installed-$(shell printf '%s' "$(TORCH)" | cksum | cut -d' ' -f1)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv demo test lint types wheel clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n 1,5p
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@bash .ci/venv "$(PYTHON)" "$(VENV)"
+	@rm -f "$(VENV)"/.installed-*
+	$(PIP) install --quiet -c constraints.txt setuptools
+	$(PIP) install --quiet $(TORCH)
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[gguf,chat,dev]'
+	@touch "$@"
+
+demo: $(STAMP)
+	$(VENV)/bin/cake-infer --model $(MODEL) --prompt-file $(DOC) --prompt "$$QUESTION" --budget $(BUDGET)
+
+test: $(STAMP)
+	$(PY) -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+# mypy finds neither an editable install nor a package that is its own folder: it reads an installed copy.
+types: $(STAMP)
+	@rm -rf build .types
+	$(PIP) install --quiet --no-deps --no-build-isolation --target .types .
+	@rm -rf build
+	MYPYPATH=.types $(PY) -m mypy -p cake_infer
+
+# pip builds in the tree, and build/ would hand modules that are gone to the next wheel.
+wheel: $(STAMP)
+	@rm -rf build dist
+	$(PIP) wheel --quiet --no-deps --no-build-isolation -w dist .
+	@rm -rf build
+
+clean:
+	rm -rf build dist .types .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
