@@ -137,7 +137,9 @@ def read_rope(keys: ConfigKeys, head_dim: int, max_position_embeddings: int) -> 
 def _rope_dict(keys: ConfigKeys) -> tuple[Mapping[str, Any], str]:
     parameters, scaling = keys.mapping("rope_parameters"), keys.mapping("rope_scaling")
     name = "rope_scaling" if scaling else "rope_parameters"
-    inner = {**parameters, **scaling}
+    inner = dict(scaling or parameters)
+    if "rope_theta" in parameters:
+        inner.setdefault("rope_theta", parameters["rope_theta"])
     for key, value in inner.items():
         if isinstance(value, dict):
             raise UnsupportedModel(f"{keys.where}: {name} differs by layer type ({key}), which is not supported")
