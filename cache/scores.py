@@ -94,7 +94,7 @@ def cake_statistics(view: LayerView, gamma: float, pool: int) -> CakeStatistics:
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # dispersion, shift
     in_order = _tiles_in_order(view, step) if is_in_order(view) else None
     for head, length in enumerate(view.columns):
-        score = indicator[head, :length].zero_()
+        score = indicator[head, :length]
         tiles = in_order or _tiles_by_position(view, head, step)
         sums += _head_statistics(queries[head], view.keys[head], tiles, rows, gamma, attention, scratch, score)
         if in_order:
@@ -181,7 +181,7 @@ def _head_statistics(
     """One KV head: writes its scores (before pooling, mean over query heads) and returns float64 (dispersion, shift).
 
     queries: fp32, scaled, `[g*r, D]`. keys: `[n, D]`. attention, scratch: flat work space. score: fp32 `[length]`;
-    columns of the window and of no tile stay as they are.
+    columns of the window and of no tile get 0.
     """
     height = queries.shape[0]
     weights, tops, totals, masses, dots = [], [], [], [], []
@@ -212,33 +212,41 @@ def _head_statistics(
     share /= norm
     # lse * sum a - sum a z, with z relative to the row's largest logit: both terms have one sign, nothing cancels.
     dispersion = norm.log() * (share * mass).sum(0) - (share * (dot + below * mass)).sum(0)
-    shift = torch.zeros((), dtype=torch.float64, device=queries.device)
+    sums = torch.zeros(3, height // rows, len(score), device=queries.device)
     for tile, weight, factor in zip(tiles, weights, share.float(), strict=True):
-        if tile.in_window:
-            continue
-        mean, variance = column_moments(weight.mul_(factor[:, None]), rows, scratch)  # [g, columns]
+        if not tile.in_window:
+            shifted_sums(weight.mul_(factor[:, None]), rows, sums[:, :, tile.start : tile.stop])
+    mean, variance = column_moments(sums, rows)
+    for tile in tiles:
         if tile.counted is not None:
-            mean, variance = mean * tile.counted, variance * tile.counted
-        shift += variance.sum(dtype=torch.float64)
-        score[tile.start : tile.stop] = mean.add_(variance, alpha=gamma).mean(0)
+            variance[:, tile.start : tile.stop] *= tile.counted
+            mean[:, tile.start : tile.stop] *= tile.counted
+    shift = variance.sum(dtype=torch.float64)
+    torch.mean(mean.add_(variance, alpha=gamma), 0, out=score)
     return torch.stack((dispersion.sum(), shift))
 
 
-def column_moments(attention: Tensor, rows: int, scratch: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance over the `rows` of each query head: two `[g, columns]`, the variance 0 for one row.
+def shifted_sums(attention: Tensor, rows: int, sums: Tensor) -> None:
+    """Per query head and column, over its `rows` of attention: the first, then the sum of `a - first` and its square.
 
-    attention: `[g*rows, columns]`, destroyed. scratch: flat work space of at least that size. Sums are shifted by the
-    first row: identical rows give exactly 0, and small variances do not cancel.
+    attention: `[g*rows, columns]`, destroyed. sums: `[3, g, columns]`, written. The shift makes identical rows give
+    exactly 0 and keeps small variances from cancelling.
     """
     by_head = attention.view(-1, rows, attention.shape[1])
-    first, rest = by_head[:, 0].clone(), by_head[:, 1:]
+    first, rest = by_head[:, :1], by_head[:, 1:]
+    sums[0] = first[:, 0]
+    rest.sub_(first)
+    torch.sum(rest, 1, out=sums[1])
+    torch.sum(rest.mul_(rest), 1, out=sums[2])
+
+
+def column_moments(sums: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased variance (0 for one row) from `shifted_sums`: two `[g, columns]`. Destroys `sums`."""
+    first, total, squares = sums
     if rows < 2:
         return first, torch.zeros_like(first)
-    rest.sub_(first[:, None])
-    mean = rest.sum(1).div_(rows)
-    squares = scratch[: rest.numel()].view(rest.shape)
-    variance = torch.mul(rest, rest, out=squares).sum(1)
-    variance.addcmul_(mean, mean, value=-rows).div_(rows - 1).clamp_min_(0)
+    mean = total.div_(rows)
+    variance = squares.addcmul_(mean, mean, value=-rows).div_(rows - 1).clamp_min_(0)
     return mean.add_(first), variance
 
 
