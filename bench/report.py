@@ -1,4 +1,4 @@
-"""How a script here tells its figure: the ceiling first, then the measurement and its peers, and a line of JSON last."""
+"""How a script here tells its figure: the ceiling first, then measurement and peers, and one line of JSON last."""
 
 from __future__ import annotations
 
