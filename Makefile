@@ -26,7 +26,7 @@ STAMP := $(VENV)/.installed-$(shell printf '%s' "$(TORCH)" | cksum | cut -d' ' -
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n 1,5p
 
-venv: $(STAMP)
+venv: $(STAMP) ;
 
 $(STAMP): pyproject.toml constraints.txt
 	@bash .ci/venv "$(PYTHON)" "$(VENV)"

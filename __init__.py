@@ -50,7 +50,27 @@ _HOME = {
     "WeightsError": ".errors",
 }
 
-__all__ = [*sorted(_HOME), "__version__"]  # noqa: PLE0604, RUF100
+__all__ = [
+    "BackendError",
+    "BudgetError",
+    "CacheConfig",
+    "CakeError",
+    "Engine",
+    "GenerationConfig",
+    "MemoryLimit",
+    "ModelNotFound",
+    "OptionError",
+    "Piece",
+    "Progress",
+    "PromptError",
+    "Result",
+    "SnapshotError",
+    "Statistics",
+    "TokenizerError",
+    "UnsupportedModel",
+    "WeightsError",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -74,6 +74,7 @@ def test_the_version_is_the_projects() -> None:
 def test_every_public_name_is_there() -> None:
     missing = [name for name in cake_infer.__all__ if not hasattr(cake_infer, name)]
     assert missing == []
+    assert set(cake_infer.__all__) == {*cake_infer._HOME, "__version__"}
     with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
         cake_infer.Nonsense  # noqa: B018
 
