@@ -75,7 +75,8 @@ class GgufTokenizer:
     @property
     def chat_template(self) -> str | None:
         """The default chat template (Jinja), if the file has one."""
-        return self.file.get("tokenizer.chat_template")
+        template = self.file.get("tokenizer.chat_template")
+        return None if template is None else str(template)
 
     def tokenizer_json(self) -> dict[str, Any]:
         """The document that the `tokenizers` library loads."""

@@ -113,7 +113,7 @@ def write_weights(
                         f"{file.path}: tensor {tensor.name} has values that are not finite in {dtype}; "
                         "import it with another --dtype, or download the file again"
                     )
-                done += out.write(memoryview(stored.view(torch.uint8).numpy()).cast("B"))
+                done += out.write(stored.view(torch.uint8).reshape(-1).numpy().data)
                 if on_progress is not None:
                     on_progress("import", done, total)
 
