@@ -29,7 +29,7 @@ help:
 venv: $(STAMP) ;
 
 $(STAMP): pyproject.toml constraints.txt
-	@bash .ci/venv "$(PYTHON)" "$(VENV)"
+	@sh .ci/venv "$(PYTHON)" "$(VENV)"
 	@rm -f "$(VENV)"/.installed-*
 	$(PIP) install --quiet -c constraints.txt setuptools
 	$(PIP) install --quiet $(TORCH)

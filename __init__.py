@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .cache.config import CacheConfig
     from .engine.engine import Engine
+    from .engine.generation import GenerationConfig
     from .engine.results import Piece, Progress, Result
-    from .engine.sampling import GenerationConfig
     from .engine.statistics import Statistics
     from .errors import (
         BackendError,
@@ -34,7 +34,7 @@ _HOME = {
     "Piece": ".engine.results",
     "Progress": ".engine.results",
     "Result": ".engine.results",
-    "GenerationConfig": ".engine.sampling",
+    "GenerationConfig": ".engine.generation",
     "Statistics": ".engine.statistics",
     "CacheConfig": ".cache.config",
     "BackendError": ".errors",

@@ -159,7 +159,8 @@ def sample(
         row, ids = _candidates(row)
         row = filter_top_p(row, _number(config.top_p, 1.0))
         row = filter_min_p(row, _number(config.min_p, 0.0))
-        token = ids[torch.argmax(row + gumbel_noise(seed, step, ids))]
+        best = torch.argmax(row + gumbel_noise(seed, step, ids), keepdim=True)
+        token = ids.index_select(0, best).squeeze(0)  # ids[best] would wait for the device
     return torch.where(torch.isfinite(model_row.amax()), token, NOT_FINITE)
 
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def make_venv(python: str | Path, venv: Path) -> subprocess.CompletedProcess[str]:
-    command = ["bash", str(ROOT / ".ci" / "venv"), str(python), str(venv)]
+    command = ["sh", str(ROOT / ".ci" / "venv"), str(python), str(venv)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
