@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -127,10 +128,11 @@ class Engine:
         )
         if before_weights is not None:
             before_weights(engine)
+        loading = None if report is None else partial(report, "load")
         decoder = (
             random_decoder(config, device=target, dtype=dtype, seed=weights_seed)
             if random_weights
-            else load_decoder(path, config, device=target, dtype=dtype, on_progress=report)
+            else load_decoder(path, config, device=target, dtype=dtype, on_progress=loading)
         )
         engine._attach(decoder)
         engine.load_s = time.perf_counter() - started

@@ -69,12 +69,10 @@ def read(
     hidden = decoder.embed(ids)  # [tokens, hidden]
     for index in range(layers):
         staged = arena.stage(index, piece.tokens, piece.first)
-        layer = decoder.widened(index)
-        last = index == layers - 1
-        if last:
-            hidden = _last_layer(decoder, layer, hidden, staged, piece, sequence, window, on_chunk)
+        if index == layers - 1:
+            hidden = _last_layer(decoder, index, hidden, staged, piece, sequence, window, on_chunk)
         else:
-            _whole_layer(decoder, layer, hidden, staged, piece, sequence, on_chunk)
+            _whole_layer(decoder, index, hidden, staged, piece, sequence, on_chunk)
         _keep(decoder, arena, sequence, staged, index, piece, policy, cascade, window)
     sequence.ids.extend(ids.tolist())
     return hidden
@@ -87,7 +85,7 @@ def read_all(decoder: Decoder, arena: Arena, sequence: Sequence, ids: Tensor, *,
     hidden = decoder.embed(ids)
     for index in range(decoder.config.num_layers):
         staged = arena.stage(index, piece.tokens, piece.first)
-        _whole_layer(decoder, decoder.widened(index), hidden, staged, piece, sequence, None)
+        _whole_layer(decoder, index, hidden, staged, piece, sequence, None)
     return hidden
 
 
@@ -100,7 +98,7 @@ def _piece(sequence: Sequence, ids: Tensor, chunk: int) -> Piece:
 
 def _whole_layer(
     decoder: Decoder,
-    layer: Layer,
+    index: int,
     hidden: Tensor,
     staged: Staged,
     piece: Piece,
@@ -108,7 +106,7 @@ def _whole_layer(
     on_chunk: OnChunk | None,
 ) -> None:
     """One decoder layer over all tokens, in place in `hidden`."""
-    sliding = decoder.config.sliding_windows[layer.index]
+    layer, sliding = decoder.widened(index), decoder.config.sliding_windows[index]
     for start, end in piece.chunks():
         span = hidden[start:end]
         normed = decoder.attention_norm(layer, span)
@@ -116,17 +114,17 @@ def _whole_layer(
         _write_keys_values(decoder, layer, normed, staged, start, cos, sin)
         queries = decoder.queries(layer, normed, cos, sin)  # [heads, chunk, head_dim]
         if sequence.ring is not None and end > piece.tokens - sequence.ring.window:
-            sequence.ring.write(layer.index, piece.first + start, queries)
+            sequence.ring.write(index, piece.first + start, queries)
         attended = _attend_chunk(queries, staged, start, end, piece, decoder.scale, sliding)
         span += decoder.attention_output(layer, attended)
         span += decoder.mlp(layer, decoder.mlp_norm(layer, span))
         if on_chunk:
-            on_chunk(layer.index, end, piece.tokens)
+            on_chunk(index, end, piece.tokens)
 
 
 def _last_layer(
     decoder: Decoder,
-    layer: Layer,
+    index: int,
     hidden: Tensor,
     staged: Staged,
     piece: Piece,
@@ -135,17 +133,17 @@ def _last_layer(
     on_chunk: OnChunk | None,
 ) -> Tensor:
     """The last layer where only the next token matters: keys of all, queries of the window, the rest of one token."""
+    layer, sliding = decoder.widened(index), decoder.config.sliding_windows[index]
     for start, end in piece.chunks():
         normed = decoder.attention_norm(layer, hidden[start:end])
         _write_keys_values(decoder, layer, normed, staged, start, piece.cos[start:end], piece.sin[start:end])
         if on_chunk:
-            on_chunk(layer.index, end, piece.tokens)
+            on_chunk(index, end, piece.tokens)
     start = max(0, piece.tokens - (1 if sequence.ring is None else window))
     normed = decoder.attention_norm(layer, hidden[start:])
     queries = decoder.queries(layer, normed, piece.cos[start:], piece.sin[start:])
     if sequence.ring is not None:
-        sequence.ring.write(layer.index, piece.first + start, queries)
-    sliding = decoder.config.sliding_windows[layer.index]
+        sequence.ring.write(index, piece.first + start, queries)
     attended = _attend_last(queries[:, -1], staged, piece, decoder.scale, sliding)
     last = hidden[-1:] + decoder.attention_output(layer, attended[:, None])
     last += decoder.mlp(layer, decoder.mlp_norm(layer, last))

@@ -1,0 +1,179 @@
+"""A naive dense float64 model written from the formulas, and CAKE's choice written from the paper's, to judge by."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+
+class Dense:
+    """A Llama-like model as dense float64 arithmetic over a whole text; any row may be hidden from any query."""
+
+    def __init__(self, folder: Path) -> None:
+        self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        self.weights = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
+        self.layers: int = self.config["num_hidden_layers"]
+        self.heads: int = self.config["num_attention_heads"]
+        self.kv_heads: int = self.config["num_key_value_heads"]
+        self.head_dim: int = self.config["head_dim"]
+        self.queries: list[Tensor] = []  # [heads, n, head_dim] of each layer of the last run
+        self.keys: list[Tensor] = []  # [kv_heads, n, head_dim]
+        self.scores: dict[tuple[int, int], dict[int, float]] = {}  # indicator by position, of the last `cake`
+
+    def rms_norm(self, x: Tensor, name: str) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"]) * self.weights[name]
+
+    def rotate(self, x: Tensor) -> Tensor:
+        half = self.head_dim // 2
+        frequency = self.config["rope_theta"] ** (-torch.arange(half).double() * 2 / self.head_dim)
+        angle = torch.arange(x.shape[1]).double()[:, None] * frequency
+        cos, sin = angle.cos(), angle.sin()
+        first, second = x[..., :half], x[..., half:]
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+    def causal(self, n: int, layer: int) -> Tensor:
+        query, key = torch.arange(n)[:, None], torch.arange(n)[None]
+        visible = key <= query
+        sliding = self.config.get("sliding_window")
+        types = self.config.get("layer_types")
+        if sliding is not None and (types is None or types[layer] == "sliding_attention"):
+            visible &= key > query - sliding
+        return visible
+
+    def logits(self, ids: list[int], visible: dict[tuple[int, int], Tensor] | None = None) -> Tensor:
+        """Logits `[n, vocab]`; `visible[layer, kv_head]` bool `[n, n]` hides keys beyond what causality hides."""
+        w, n = self.weights, len(ids)
+        x = w["model.embed_tokens.weight"][torch.tensor(ids)]
+        self.queries, self.keys = [], []
+        for layer in range(self.layers):
+            p = f"model.layers.{layer}."
+            h = self.rms_norm(x, p + "input_layernorm.weight")
+
+            def heads(name: str, p: str = p, h: Tensor = h) -> Tensor:
+                return (h @ w[f"{p}self_attn.{name}.weight"].T).view(n, -1, self.head_dim).transpose(0, 1)
+
+            q, k, v = self.rotate(heads("q_proj")), self.rotate(heads("k_proj")), heads("v_proj")
+            self.queries.append(q)
+            self.keys.append(k)
+            out = []
+            for head in range(self.heads):
+                kv = head // (self.heads // self.kv_heads)
+                mask = self.causal(n, layer)
+                if visible is not None and (layer, kv) in visible:
+                    mask = mask & visible[layer, kv]
+                z = (q[head] @ k[kv].T / math.sqrt(self.head_dim)).masked_fill(~mask, -math.inf)
+                out.append(torch.softmax(z, -1) @ v[kv])
+            x = x + torch.cat(out, -1) @ w[p + "self_attn.o_proj.weight"].T
+            h = self.rms_norm(x, p + "post_attention_layernorm.weight")
+            gate, up = (h @ w[f"{p}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+            x = x + (torch.nn.functional.silu(gate) * up) @ w[p + "mlp.down_proj.weight"].T
+        head_name = "lm_head.weight" if "lm_head.weight" in w else "model.embed_tokens.weight"
+        return self.rms_norm(x, "model.norm.weight") @ w[head_name].T
+
+    def cake(
+        self, columns: dict[tuple[int, int], list[int]], total: int, *, budget: int, window: int, tau: float = 1.0
+    ) -> dict[tuple[int, int], set[int]]:
+        """CAKE's kept positions from the queries and keys of the last run, dealt once with every layer known.
+
+        `columns[layer, kv_head]`: the positions that may be kept. Written from the paper's formulas, head by head.
+        """
+        group = self.heads // self.kv_heads
+        rows = torch.arange(max(0, total - window), total)
+        preferences, caps, scores = [], [], {}
+        self.scores = scores
+        for layer in range(self.layers):
+            dispersion = shift = 0.0
+            for kv in range(self.kv_heads):
+                position = torch.tensor(sorted(columns[layer, kv]))
+                outside = position < total - window
+                indicator = torch.zeros(int(outside.sum()), dtype=torch.float64)
+                for head in range(kv * group, (kv + 1) * group):
+                    z = self.queries[layer][head, rows] @ self.keys[layer][kv, position].T / math.sqrt(self.head_dim)
+                    mask = self.causal(total, layer)[rows][:, position]
+                    a = torch.softmax(z.masked_fill(~mask, -math.inf), -1)[:, outside]
+                    dispersion += float(-torch.special.xlogy(a, a).sum())
+                    variance = a.var(0) if len(rows) > 1 else torch.zeros(a.shape[1], dtype=a.dtype)
+                    shift += float(variance.sum())
+                    indicator += pooled(a.mean(0) + 200 * variance, position[outside]) / group
+                scores[layer, kv] = dict(zip(position[outside].tolist(), indicator.tolist(), strict=True))
+            preferences.append(dispersion ** (1 / tau) * shift ** (1 / tau))
+            available = max(len(columns[layer, kv]) for kv in range(self.kv_heads))
+            sliding = self.config.get("sliding_window")
+            caps.append(max(0, min(available, sliding or available) - min(window, total)))
+        seats = [0] * self.layers
+        candidates = [
+            (-preferences[layer] / (seat - 0.5), layer)
+            for layer in range(self.layers)
+            for seat in range(1, caps[layer] + 1)
+        ]
+        for _, layer in sorted(candidates)[: (budget - window) * self.layers]:
+            seats[layer] += 1
+        kept = {}
+        for (layer, kv), found in scores.items():
+            best = sorted(found, key=lambda position: (-found[position], position))[: seats[layer]]
+            kept[layer, kv] = set(best) | set(range(max(0, total - window), total))
+        return kept
+
+    def assert_chosen(self, kept: dict[tuple[int, int], list[int]], expected: dict[tuple[int, int], set[int]]) -> None:
+        """`kept` is `expected`, but for tokens whose scores are equal up to fp32 rounding (pooling makes plateaus)."""
+        for row, positions in kept.items():
+            assert len(positions) == len(set(positions)) == len(expected[row]), row
+            more, less = set(positions) - expected[row], expected[row] - set(positions)
+            scores = [self.scores[row][position] for position in more | less]
+            assert not scores or max(scores) - min(scores) <= 1e-5 * max(scores), (row, more, less, scores)
+
+
+def pooled(values: Tensor, position: Tensor, size: int = 5) -> Tensor:
+    """Average pooling over neighbours within 2 positions, the divisor always 5."""
+    near = (position[:, None] - position[None]).abs() <= size // 2
+    return (near.double() @ values) / size
+
+
+@pytest.fixture
+def dense() -> Callable[[Path], Dense]:
+    return Dense
+
+
+@pytest.fixture
+def make_runner() -> Callable[..., Any]:
+    """A function `(folder, *, chunk=64, context=None, kv_dtype=None, **cache options)` that gives a Runner."""
+    from cake_infer.cache.config import CacheConfig
+    from cake_infer.engine.runner import Runner
+    from cake_infer.models.config import read_config
+    from cake_infer.models.weights import load_decoder
+
+    def make(folder: Path, *, chunk: int = 64, context: int | None = None, kv_dtype: Any = None, **options: Any) -> Any:
+        config = read_config(folder)
+        decoder = load_decoder(folder, config)
+        context = context or config.max_position_embeddings
+        return Runner(decoder, CacheConfig(**options), context=context, chunk=chunk, kv_dtype=kv_dtype)
+
+    return make
+
+
+@pytest.fixture
+def random_ids() -> Callable[..., list[int]]:
+    def ids(count: int, seed: int = 0) -> list[int]:
+        return torch.randint(5, 300, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+    return ids
+
+
+@pytest.fixture
+def kept_positions() -> Callable[[Any], dict[tuple[int, int], list[int]]]:
+    """The true positions in each row of a runner's arena, in stored order."""
+
+    def kept(runner: Any) -> dict[tuple[int, int], list[int]]:
+        arena = runner.tenancy.arena
+        layers, heads = arena.length.shape
+        return {(layer, head): arena.row(layer, head)[2].tolist() for layer in range(layers) for head in range(heads)}
+
+    return kept
