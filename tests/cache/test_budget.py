@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 
 import pytest
-
 from cake_infer.cache.budget import Budget, check_budget, deal_seats, parse_bytes
 from cake_infer.errors import BudgetError
 
@@ -133,7 +132,7 @@ def test_preferences_that_are_not_finite_or_negative_are_refused(bad: float) -> 
 
 def test_negative_seats_or_caps_and_unequal_lengths_are_refused() -> None:
     for arguments in (([1.0], [5], -1), ([1.0], [-5], 1), ([1.0], [5, 5], 1)):
-        with pytest.raises(ValueError, match="negative|preferences for"):
+        with pytest.raises(ValueError, match=r"negative|preferences for"):
             deal_seats(*arguments)
 
 

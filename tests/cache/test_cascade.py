@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-
 from cake_infer.cache.budget import deal_seats
 from cake_infer.cache.cascade import Cascade
 from cake_infer.errors import BudgetError, OptionError

@@ -1,0 +1,96 @@
+"""Cache options are checked when they are given, in words that say what to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+from cake_infer.cache.config import CacheConfig
+from cake_infer.errors import BudgetError, OptionError
+
+
+def test_defaults_are_those_of_the_paper() -> None:
+    config = CacheConfig()
+    assert (config.budget, config.policy, config.window, config.decode_policy) == (1024, "cake", 32, "grow")
+    assert (config.gamma, config.pool, config.tau1, config.tau2) == (200.0, 5, None, None)
+    with pytest.raises(FrozenInstanceError):
+        config.window = 4  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"budget": "3.2%"},
+        {"budget": 32},
+        {"budget": "8", "window": 8},
+        {"kv_memory": "512MiB"},
+        {"kv_dtype": "float16"},
+        {"policy": "full"},
+        {"policy": "full", "decode_policy": "hold", "budget": 64},
+        {"tau1": 1.6, "tau2": 0.4},
+        {"tau1": 2},
+        {"gamma": 0},
+        {"pool": 1},
+        {"decode_policy": "hold"},
+    ],
+)
+def test_what_can_be_applied_is_accepted(options: dict[str, Any]) -> None:
+    config = CacheConfig(**options)
+    assert all(getattr(config, name) == value for name, value in options.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"budget": 31}, "minimum is 32"),
+        ({"budget": "7", "window": 8}, "minimum is 8"),
+        ({"budget": 0}, "keeps nothing"),
+        ({"budget": "abc"}, r"3\.2%"),
+        ({"kv_memory": "much"}, "512MiB"),
+        ({"kv_memory": 0}, "no room"),
+    ],
+)
+def test_budgets_that_cannot_hold_are_budget_errors(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(BudgetError, match=says):
+        CacheConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"policy": "h2o"}, "cake, full"),
+        ({"policy": None}, "cake, full"),
+        ({"decode_policy": "shrink"}, "grow, hold"),
+        ({"kv_dtype": "int8"}, "float32, bfloat16, float16"),
+        ({"window": 0}, "at least 1"),
+        ({"window": 3.5}, "whole number"),
+        ({"window": True}, "whole number"),
+        ({"tau1": 0}, "tau1 must be a number above 0"),
+        ({"tau2": -1.0}, "tau2 must be a number above 0"),
+        ({"tau2": float("nan")}, "tau2"),
+        ({"tau1": float("inf")}, "tau1"),
+        ({"tau1": "1"}, "tau1"),
+        ({"gamma": -1}, "gamma"),
+        ({"gamma": float("nan")}, "gamma"),
+        ({"pool": 4}, "odd"),
+        ({"pool": 0}, "odd"),
+    ],
+)
+def test_other_values_that_cannot_be_applied_are_option_errors(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        CacheConfig(**options)
+
+
+@pytest.mark.parametrize("options", [{"tau1": 1.0}, {"tau2": 1.0}, {"gamma": 100.0}, {"pool": 3}, {"budget": 64}])
+def test_options_that_the_full_cache_would_not_apply_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match="leave it out"):
+        CacheConfig(policy="full", **options)
+
+
+def test_reading_the_options_does_not_import_torch() -> None:
+    code = "import sys; import cake_infer.cache.config, cake_infer.cache.cascade; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
