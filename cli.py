@@ -1,7 +1,113 @@
-"""The command line: parses and dispatches, nothing else."""
+"""The command line: parses and dispatches, nothing else. Imports neither torch nor tokenizers."""
 
 from __future__ import annotations
 
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib import import_module
+from typing import Any, NoReturn
 
-def main() -> int:
-    return 0
+from . import __version__
+from .engine.options import UsageError
+from .errors import CakeError
+
+DESCRIPTION = """\
+Read a long document, keep what matters of it in a cache of fixed size, and answer. Without a command: one reply to a
+prompt (--prompt, --prompt-file or standard input), or a chat where there is none and a terminal."""
+
+EPILOG = """\
+Exit codes: 0; 1 an error, in one line on standard error; 2 a wrong command line; 130 interrupted; 141 the reader of
+standard output went away. Standard output has the generated text and nothing else."""
+
+# name -> (module in engine.apps, what it does); the one-shot command has no name
+COMMANDS = {
+    "chat": ("repl", "a conversation at the terminal"),
+    "plan": ("plan", "what a run takes in memory, without loading the model"),
+    "models": ("models", "the models that have a short name, and which are on this machine"),
+    "import-gguf": ("import_gguf", "turn a GGUF file into a model folder"),
+}
+ONE_SHOT = "generate"
+
+ERROR, USAGE, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
+
+
+class Parser(argparse.ArgumentParser):
+    """Options are given in full, and a wrong command line is one line and exit code 2."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **keywords)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{' '.join(message.split())}; see {self.prog} --help")
+
+
+def build_parser(command: str | None) -> argparse.ArgumentParser:
+    """The parser of one command (None: the one-shot); imports that command's module and no other."""
+    if command is None:
+        listing = "\n".join(f"  {name:<12} {summary}" for name, (_, summary) in COMMANDS.items())
+        parser = Parser(
+            prog="cake-infer",
+            usage="cake-infer [command] [flags]",
+            description=f"{DESCRIPTION}\n\ncommands (each has its own --help):\n{listing}",
+            epilog=EPILOG,
+        )
+        parser.add_argument("--version", action="version", version=f"cake-infer {__version__}")
+    else:
+        parser = Parser(prog=f"cake-infer {command}", description=COMMANDS[command][1])
+    app(command).add_arguments(parser)
+    return parser
+
+
+def app(command: str | None) -> Any:
+    """A command's module: `add_arguments(parser)`, `run(args) -> exit code`, and `conflict` where flags may clash."""
+    name = ONE_SHOT if command is None else COMMANDS[command][0]
+    return import_module(f".engine.apps.{name}", __package__)
+
+
+def given_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> set[str]:
+    """The destinations of the flags that stand in the command line, whatever their values."""
+    names = {word.split("=", 1)[0] for word in argv if word.startswith("-")}
+    return {action.dest for action in parser._actions if names.intersection(action.option_strings)}
+
+
+def main(argv: Sequence[str] | None = None, load: Callable[..., Any] | None = None) -> int:
+    """Runs one command and returns its exit code; `load` replaces `Engine.load` in tests."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    command = words.pop(0) if words and words[0] in COMMANDS else None
+    try:
+        module, parser = app(command), build_parser(command)
+        if command is None and words and not words[0].startswith("-"):
+            parser.error(f"no such command: {words[0]!r} (there are {', '.join(COMMANDS)}; a text goes to --prompt)")
+        args = parser.parse_args(words)
+        if hasattr(module, "conflict") and (conflict := module.conflict(args, given_flags(parser, words))):
+            parser.error(conflict)
+        return int(module.run(args) if load is None else module.run(args, load))
+    except UsageError as error:
+        return _fail(error, USAGE)
+    except CakeError as error:
+        return _fail(error, ERROR)
+    except MemoryError:
+        return _fail("out of memory: lower --budget, or see what the run needs with `cake-infer plan`", ERROR)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        _forget_stdout()
+        return BROKEN_PIPE
+    except SystemExit as error:  # --help and --version
+        return int(error.code or 0)
+
+
+def _fail(message: object, code: int) -> int:
+    with suppress(OSError, ValueError):  # nobody may be listening; the exit code remains
+        print(f"error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+    return code
+
+
+def _forget_stdout() -> None:
+    """What is still buffered goes nowhere: the interpreter would complain about it on its way out."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())
+    os.close(devnull)

@@ -1,0 +1,94 @@
+"""How every command that runs a model gets it: the same flags, the same checks before a byte of weights is read."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from ...cache.config import CacheConfig
+from ..generation import GenerationConfig
+from ..options import CACHE_FLAGS, ENGINE_FLAGS, GENERATION_FLAGS, EngineOptions, add_flags, from_args
+from .console import Console
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+DEFAULT_MODEL = "smollm2-135m"
+
+Load = Callable[..., "Engine"]
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, skip: tuple[str, ...] = ()) -> None:
+    """Which model, how it is run, and what its cache may hold; `skip` names fields of EngineOptions to leave out."""
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--model", metavar="NAME", help=f"a folder, an alias or a hub id (default {DEFAULT_MODEL}); see `models`"
+    )
+    model.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub model")
+    model.add_argument(
+        "--random-weights", metavar="CONFIG", help="random values in the shapes of this config.json (or its folder)"
+    )
+    add_flags(model, EngineOptions, ENGINE_FLAGS, skip)
+    add_flags(parser.add_argument_group("cache"), CacheConfig, CACHE_FLAGS)
+
+
+def add_generation_arguments(parser: argparse.ArgumentParser, skip: tuple[str, ...] = ()) -> None:
+    """How the reply is chosen, token by token."""
+    add_flags(parser.add_argument_group("reply"), GenerationConfig, GENERATION_FLAGS, skip)
+
+
+def add_output_arguments(parser: argparse._ActionsContainer) -> None:
+    """What is said on standard error."""
+    parser.add_argument("--quiet", action="store_true", help="no progress, notices or statistics; warnings stay")
+    parser.add_argument("--verbose", action="store_true", help="more notices, and the kept tokens of each layer")
+
+
+def generation_config(args: argparse.Namespace) -> GenerationConfig:
+    """The reply's options of the flags. Raises OptionError."""
+    from .prompt import argument_text
+
+    config = from_args(GenerationConfig, args)
+    return replace(config, stop=tuple(argument_text(text, "--stop") for text in config.stop))
+
+
+def open_engine(
+    args: argparse.Namespace,
+    console: Console,
+    load: Load | None = None,
+    before_weights: Callable[[Engine], None] | None = None,
+) -> Engine:
+    """The model of the flags, which are checked before it is looked for; `load` stands in for `Engine.load`."""
+    cache = from_args(CacheConfig, args)
+    keywords: dict[str, Any] = asdict(from_args(EngineOptions, args))
+    if load is None:
+        from ..engine import Engine
+
+        load = Engine.load
+    return load(
+        args.random_weights or args.model or DEFAULT_MODEL,
+        revision=args.revision,
+        cache=cache,
+        random_weights=args.random_weights is not None,
+        on_progress=console.progress,
+        before_weights=before_weights,
+        **keywords,
+    )
+
+
+def usage_conflict(args: argparse.Namespace, given: set[str]) -> str | None:
+    """Why flags that were given exclude one another, or None: an option that would not be applied is refused."""
+    if args.random_weights is not None:
+        for name in ("model", "revision"):
+            if name in given:
+                return f"--{name} has no effect with --random-weights"
+    if {"budget", "kv_memory"} <= given:
+        return "--budget and --kv-memory both set the size of the cache: give one"
+    if args.policy == "full":
+        for name in ("budget", "window", "tau1", "tau2", "gamma"):
+            if name in given:
+                return f"--{name} has no effect with --policy full, which keeps everything"
+        if args.decode_policy == "hold":
+            return "--decode-policy hold has no effect with --policy full, which keeps everything"
+    return None

@@ -1,0 +1,156 @@
+"""The plan command: what a run takes in memory, from config and safetensors headers alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...cache.config import CacheConfig
+from ...errors import PromptError
+from ..generation import DEFAULT_MAX_NEW_TOKENS, GenerationConfig
+from ..options import GENERATION_FLAGS, EngineOptions, add_flags, from_args, positive_count
+from .console import Console
+from .loading import DEFAULT_MODEL, add_model_arguments, usage_conflict
+
+if TYPE_CHECKING:
+    from ...models.config import ModelConfig
+    from ..memory import Available, Plan
+
+DEFAULT_PROMPT_TOKENS = 8192
+
+# what is shown, and the field of Plan it comes from
+ROWS = (
+    ("weights", "weights"),
+    ("KV arena", "arena"),
+    ("hidden states", "hidden"),
+    ("one layer, widened", "widened"),
+    ("one chunk and tables", "chunk"),
+    ("total", "total"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    length = parser.add_argument_group("run")
+    length.add_argument(
+        "--prompt-tokens",
+        metavar="N",
+        type=positive_count,
+        help=f"length of the prompt (default {DEFAULT_PROMPT_TOKENS}, or what the context has room for)",
+    )
+    others = tuple(name for name in GENERATION_FLAGS if name != "max_new_tokens")
+    add_flags(length, GenerationConfig, GENERATION_FLAGS, skip=others)
+    add_model_arguments(parser, skip=("threads", "attention"))
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
+
+
+def conflict(args: argparse.Namespace, given: set[str]) -> str | None:
+    """Why these flags do not go together, or None."""
+    return usage_conflict(args, given)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the plan beside that of a cache that keeps everything, and what this machine has free."""
+    cache, options = from_args(CacheConfig, args), from_args(EngineOptions, args)
+    new_tokens = from_args(GenerationConfig, args).max_new_tokens
+    from ...models.config import read_config, with_rope_scaling
+    from ..engine import choose_device, context_limit
+    from ..memory import available_memory, plan_run, weights_of
+
+    device = choose_device(options.device)
+    folder = find_config(args)
+    config = read_config(folder)
+    if options.rope_scaling is not None:
+        config = with_rope_scaling(config, options.rope_scaling)
+    context = context_limit(options.context, config)
+    prompt_tokens, new_tokens = lengths(context, args.prompt_tokens, new_tokens)
+    weights, stored = weights_of(None if args.random_weights else folder, config, options.dtype)
+
+    def plan_with(cache: CacheConfig) -> Plan:
+        return plan_run(
+            config,
+            cache,
+            weights=weights,
+            stored=stored,
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            chunk=options.chunk,
+            device=device,
+        )
+
+    plan, full = plan_with(cache), plan_with(everything(cache))
+    available = available_memory(str(device))
+    name = args.random_weights or args.model or DEFAULT_MODEL
+    with Console() as console:
+        if args.json:
+            console.text(json.dumps(document(name, context, plan, full, available)) + "\n")
+        else:
+            console.text(table(name, config, str(stored).removeprefix("torch."), plan, full, available))
+    return 0
+
+
+def find_config(args: argparse.Namespace) -> Path:
+    """The folder with config.json; of a hub model the small files are fetched, never the weights."""
+    if args.random_weights is not None:
+        path = Path(args.random_weights)
+        return path.parent if path.is_file() else path
+    from ...models.hub import resolve_config
+
+    folder, _ = resolve_config(args.model or DEFAULT_MODEL, revision=args.revision)
+    return Path(folder)
+
+
+def lengths(context: int, prompt_tokens: int | None, new_tokens: int | None) -> tuple[int, int]:
+    """Prompt and reply that fit the context; what was not asked for is cut to fit, what was is refused with both
+    numbers (PromptError)."""
+    reply = DEFAULT_MAX_NEW_TOKENS if new_tokens is None else new_tokens
+    prompt = prompt_tokens or max(1, min(DEFAULT_PROMPT_TOKENS, context - reply))
+    if prompt >= context:
+        raise PromptError(
+            f"a prompt of {prompt:,} tokens does not fit the context of {context:,}: plan a shorter one, or stretch "
+            "the context with --rope-scaling KIND:FACTOR"
+        )
+    return prompt, min(reply, context - prompt)
+
+
+def everything(cache: CacheConfig) -> CacheConfig:
+    """The same cache without eviction: what other engines hold."""
+    return CacheConfig(policy="full", kv_dtype=cache.kv_dtype)
+
+
+def table(name: str, config: ModelConfig, stored: str, plan: Plan, full: Plan, available: Available | None) -> str:
+    """What people read."""
+    from ..memory import size_text
+
+    budget = "everything is kept" if plan.budget is None else f"budget {plan.budget:,} tokens per layer and KV head"
+    lines = [
+        f"{name}: {config.num_layers} layers, {config.num_heads} heads, {config.num_kv_heads} KV heads of "
+        f"{config.head_dim}, {stored}",
+        f"a prompt of {plan.prompt_tokens:,} tokens and up to {plan.new_tokens:,} new ones, {budget}",
+        "",
+        f"{'':<22}{'this run':>14}{'full cache':>14}",
+    ]
+    for label, field in ROWS:
+        lines.append(f"{label:<22}{size_text(getattr(plan, field)):>14}{size_text(getattr(full, field)):>14}")
+    lines.append("")
+    if available is None:
+        lines.append("this system does not say how much memory is free")
+    else:
+        verdict = "it fits" if plan.total <= available.bytes else "it does not fit"
+        lines.append(f"{available.limit} has {size_text(available.bytes)} free: {verdict}")
+    return "\n".join(lines) + "\n"
+
+
+def document(name: str, context: int, plan: Plan, full: Plan, available: Available | None) -> dict[str, Any]:
+    """What programs read."""
+    return {
+        "model": name,
+        "context": context,
+        **plan.as_dict(),
+        "full_cache": full.as_dict(),
+        "available": None if available is None else available.bytes,
+        "available_limit": None if available is None else available.limit,
+        "fits": None if available is None else plan.total <= available.bytes,
+    }

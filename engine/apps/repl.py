@@ -1,0 +1,229 @@
+"""The chat command: a conversation at a terminal, or one message a line from a pipe."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from ...errors import CakeError, PromptError
+from ..generation import GenerationConfig
+from .console import Console
+from .interrupt import Interrupt
+from .line_input import LineInput, open_line_input, read_message
+from .loading import (
+    Load,
+    add_generation_arguments,
+    add_model_arguments,
+    add_output_arguments,
+    generation_config,
+    open_engine,
+    usage_conflict,
+)
+from .prompt import argument_text, join_documents, read_document
+from .reply import Reply
+
+if TYPE_CHECKING:
+    from ..engine import Chat, Engine
+
+HELP = r"""/help            this text
+/exit            end (so does Ctrl-D)
+/clear           start a new conversation (also /reset); attached documents are dropped
+/stats           context used, and the figures of the last reply
+/read FILE       attach a document to the next message
+/system TEXT     set the system prompt and start a new conversation; without TEXT, show it
+/budget N        KV budget from the next message on: tokens per layer and KV head; without N, show it
+A line that ends with \ goes on in the next one; a line with only three quotes begins and ends a longer text.
+Ctrl-C stops a reply. A message that begins with / is written with //."""
+
+# share of the context from which on every turn says how much is left
+NEARLY_FULL = 0.8
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--system", metavar="TEXT", help="the system prompt")
+    add_generation_arguments(parser, skip=("logprobs",))
+    add_model_arguments(parser)
+    add_output_arguments(parser.add_argument_group("output"))
+
+
+def conflict(args: argparse.Namespace, given: set[str]) -> str | None:
+    """Why these flags do not go together, or None."""
+    return usage_conflict(args, given)
+
+
+def run(args: argparse.Namespace, load: Load | None = None) -> int:
+    """Talks until the end of the input; returns the exit code."""
+    with Console(quiet=args.quiet, verbose=args.verbose) as console:
+        return talk(args, console, load)
+
+
+def talk(args: argparse.Namespace, console: Console, load: Load | None = None) -> int:
+    """`run` on a console that is open already: the one-shot command at a terminal without a prompt."""
+    generation = generation_config(args)
+    system = None if args.system is None else argument_text(args.system, "--system")
+
+    def before_weights(engine: Engine) -> None:
+        if engine.tokenizer is None or engine.template is None:
+            missing = "tokenizer" if engine.tokenizer is None else "chat template"
+            raise PromptError(f"this model has no {missing}, so it cannot chat: give a prompt with --raw --prompt TEXT")
+
+    with open_engine(args, console, load, before_weights) as engine:
+        return Repl(engine, console, open_line_input(), generation, system).run()
+
+
+class Repl:
+    """One conversation and the documents that wait for its next message."""
+
+    def __init__(
+        self, engine: Engine, console: Console, lines: LineInput, generation: GenerationConfig, system: str | None
+    ) -> None:
+        self._engine, self._console, self._lines, self._generation = engine, console, lines, generation
+        self._chat: Chat = engine.chat(system=system)
+        self._documents: list[tuple[str, str]] = []
+        self._failed = False
+        self._commands = {
+            "help": self._help,
+            "clear": self._clear,
+            "reset": self._clear,
+            "stats": self._stats,
+            "read": self._read,
+            "system": self._system,
+            "budget": self._budget,
+        }
+
+    def run(self) -> int:
+        """Reads messages until /exit or the end of the input. A pipe with a failed turn gives exit code 1."""
+        if self._lines.interactive:
+            self._console.notice("/help lists the commands, Ctrl-D ends")
+        while True:
+            try:
+                message = read_message(self._lines)
+            except EOFError:
+                break
+            except KeyboardInterrupt:
+                if not self._lines.interactive:
+                    raise
+                self._console.notice("Ctrl-D or /exit ends the chat")
+                continue
+            except PromptError as error:
+                self._fail(error)
+                continue
+            if message.strip() in ("/exit", "/quit"):
+                break
+            try:
+                self._handle(message)
+            except CakeError as error:
+                self._fail(error)
+            except KeyboardInterrupt:  # just before or just after a reply
+                if not self._lines.interactive:
+                    raise
+                self._console.notice("interrupted")
+        return 1 if self._failed and not self._lines.interactive else 0
+
+    def _handle(self, message: str) -> None:
+        if not message.strip():
+            return
+        if message.startswith("//"):
+            self._turn(message[1:])
+        elif message.startswith("/"):
+            name, _, argument = message[1:].partition(" ")
+            command = self._commands.get(name.strip())
+            if command is None:
+                raise PromptError(f"unknown command /{name.strip()}: /help lists them (// begins a message with /)")
+            command(argument.strip())
+        else:
+            self._turn(message)
+
+    def _fail(self, error: CakeError) -> None:
+        self._failed = True
+        self._console.error(error)
+
+    def _turn(self, message: str) -> None:
+        """One message and its reply. A turn that fails or stops before its first token leaves all as it was."""
+        text = join_documents([document for _, document in self._documents], message)
+        before = self._chat.tokens_used
+        reply = Reply(self._console)
+        with Interrupt() as interrupt:
+            progress = interrupt.watch(self._console.progress)
+            try:
+                with closing(self._chat.send(text, config=self._generation, on_progress=progress)) as pieces:
+                    reply.read(pieces, interrupt)
+            except PromptError as error:
+                hint = "" if "/clear" in str(error) else "; /clear starts a new conversation"
+                raise PromptError(f"{error}{hint}") from error
+            finally:
+                self._console.progress.clear()
+        if reply.pieces:
+            self._documents.clear()
+        if reply.finish_reason == "interrupted":
+            if not self._lines.interactive:
+                raise KeyboardInterrupt
+            what = "what there is of the reply stays in the conversation" if reply.pieces else "the message is dropped"
+            self._console.notice(f"interrupted: {what}")
+        reply.report()
+        self._tell_context(self._chat.tokens_used - before)
+
+    def _tell_context(self, turn_tokens: int) -> None:
+        """Before the limit is met: when it is near, or when a second turn like this one would not fit."""
+        used, context = self._chat.tokens_used, self._chat.context
+        if used + turn_tokens > context or used > NEARLY_FULL * context:
+            self._console.notice(f"context nearly full: {used:,} of {context:,} tokens used; /clear starts anew")
+
+    # -- commands -----------------------------------------------------------------------------------------------------
+
+    def _help(self, argument: str) -> None:
+        self._console.answer(HELP)
+
+    def _clear(self, argument: str) -> None:
+        self._chat.clear()
+        self._documents.clear()
+        self._console.answer("a new conversation")
+
+    def _stats(self, argument: str) -> None:
+        self._console.answer(f"context: {self._chat.tokens_used:,} of {self._chat.context:,} tokens used")
+        if self._documents:
+            self._console.answer(f"attached: {', '.join(name for name, _ in self._documents)}")
+        if self._chat.stats is not None:
+            self._console.answer(self._chat.stats.line())
+
+    def _read(self, argument: str) -> None:
+        name = _unquoted(argument)
+        if not name:
+            raise PromptError("/read needs the name of a file")
+        if name == "-":
+            raise PromptError("/read takes a file: standard input is where your messages come from")
+        text = read_document(os.path.expanduser(name))
+        assert self._engine.tokenizer is not None
+        tokens = len(self._engine.tokenizer.encode(text, add_bos=False, allow_special=False))
+        room = self._chat.context - self._chat.tokens_used
+        if tokens >= room:
+            raise PromptError(
+                f"{name} has {tokens:,} tokens, and {max(room, 0):,} of the context's {self._chat.context:,} are left: "
+                "give a shorter file, or /clear first"
+            )
+        self._documents.append((name, text))
+        self._console.answer(f"{name}: {len(text):,} characters, {tokens:,} tokens, read with your next message")
+
+    def _system(self, argument: str) -> None:
+        if not argument:
+            self._console.answer(f"system prompt: {self._chat.system or 'none'}")
+            return
+        self._chat.clear()
+        self._chat.system = argument
+        self._console.answer("system prompt set; a new conversation")
+
+    def _budget(self, argument: str) -> None:
+        if not argument:
+            self._console.answer(f"budget: {self._chat.budget} tokens per layer and KV head")
+            return
+        self._chat.set_budget(argument)
+        self._console.answer(f"budget: {argument} from the next message on")
+
+
+def _unquoted(name: str) -> str:
+    """A file name as people paste it, with or without quotes."""
+    if len(name) >= 2 and name[0] == name[-1] and name[0] in "'\"":
+        return name[1:-1]
+    return name

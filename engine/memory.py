@@ -1,0 +1,260 @@
+"""What a run needs in memory, worked out from shapes alone, and what this machine has."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from ..cache.arena import BOUNCE_BYTES
+from ..cache.budget import Budget, check_budget, parse_bytes
+from ..cache.config import CacheConfig
+from ..cache.layout import ArenaLayout, arena_bytes, arena_size, budget_within
+from ..cache.policies import PolicyModel, make_policy
+from ..errors import MemoryLimit, WeightsError
+from ..models.config import ModelConfig
+from ..models.headers import tensor_headers
+from ..models.parameters import layer_parameters
+from ..models.weights import DTYPES, weight_bytes
+
+log = logging.getLogger(__name__)
+
+FP32 = 4
+# a run that takes more than this share of what is free is announced
+NEAR_LIMIT = 0.9
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes that a run holds at its peak, and the tokens they follow from.
+
+    budget: tokens per layer and KV head; None where nothing is ever evicted.
+    arena: all keys and values with their bookkeeping, of which `kept` outlive the prefill (before room for the reply).
+    hidden: one vector per prompt token. widened: one layer's weights in the compute dtype, 0 where they are stored in
+    it. chunk: everything that follows from the chunk, the window and the rope.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    budget: int | None
+    weights: int
+    arena: int
+    kept: int
+    hidden: int
+    widened: int
+    chunk: int
+
+    @property
+    def transient(self) -> int:
+        """What the prefill holds beside weights and arena."""
+        return self.hidden + self.widened + self.chunk
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.arena + self.transient
+
+    def as_dict(self) -> dict[str, int | None]:
+        return {**asdict(self), "transient": self.transient, "total": self.total}
+
+
+def plan_run(
+    config: ModelConfig,
+    cache: CacheConfig,
+    *,
+    weights: int,
+    stored: torch.dtype,
+    prompt_tokens: int,
+    new_tokens: int,
+    chunk: int,
+    device: torch.device | str = "cpu",
+) -> Plan:
+    """The peak of reading one prompt and writing one reply on an engine that holds nothing yet.
+
+    `weights` bytes of matrices in the dtype `stored`. Raises BudgetError where the budget is below its minimum.
+    """
+    compute_dtype = torch.float32 if torch.device(device).type == "cpu" else stored
+    kv_dtype = compute_dtype if cache.kv_dtype is None else getattr(torch, cache.kv_dtype)
+    layout = ArenaLayout(config.num_layers, config.num_kv_heads, config.head_dim, kv_dtype, compute_dtype)
+    hold = cache.decode_policy == "hold"
+    budget = first_budget(config, cache, layout, prompt_tokens, new_tokens)
+    evicting = budget is not None and prompt_tokens > budget
+    size = arena_size(
+        layout,
+        budget=budget if evicting or hold else None,
+        tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        hold=hold,
+    )
+    item = compute_dtype.itemsize
+    return Plan(
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        budget=budget,
+        weights=weights,
+        arena=arena_bytes(layout, size),
+        kept=size.kept * layout.kept_slot_bytes,
+        hidden=prompt_tokens * config.hidden_size * item,
+        widened=layer_elements(config) * item if stored != compute_dtype else 0,
+        chunk=working_bytes(config, cache, prompt_tokens, min(chunk, prompt_tokens), item, evicting),
+    )
+
+
+def weights_of(folder: Path | None, config: ModelConfig, dtype: str | None) -> tuple[int, torch.dtype]:
+    """Bytes of a model's weights and the dtype of its matrices, as they will be loaded.
+
+    From the headers of the folder's safetensors; from the config alone where they are not there (yet) or `folder` is
+    None. `dtype` is what the user asked for.
+    """
+    if folder is not None:
+        try:
+            nbytes = weight_bytes(folder, dtype)
+            spelled = tensor_headers(folder)["model.layers.0.self_attn.q_proj.weight"].dtype
+            return nbytes, DTYPES[dtype or {"F16": "float16", "BF16": "bfloat16"}.get(spelled, "float32")]
+        except WeightsError:
+            pass  # what is wrong with them is the loader's to say
+    return weight_bytes(config, dtype), DTYPES[dtype or config.dtype or "float32"]
+
+
+def first_budget(
+    config: ModelConfig, cache: CacheConfig, layout: ArenaLayout, prompt_tokens: int, new_tokens: int
+) -> int | None:
+    """C in tokens for a first prompt of this length; None where the policy keeps everything."""
+    model = PolicyModel(config.model_type, config.num_layers, config.hidden_size, config.vocab_size)
+    if not make_policy(cache, model, 0).evicts:
+        return None
+    if cache.kv_memory is not None:
+        return budget_within(
+            layout,
+            parse_bytes(cache.kv_memory),
+            tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            hold=cache.decode_policy == "hold",
+            window=cache.window,
+        )
+    return check_budget(Budget.parse(cache.budget).tokens(prompt_tokens), cache.window)
+
+
+def layer_elements(config: ModelConfig) -> int:
+    """Numbers in one layer's weights."""
+    return sum(torch.Size(parameter.shape).numel() for parameter in layer_parameters(config))
+
+
+def working_bytes(
+    config: ModelConfig, cache: CacheConfig, prompt_tokens: int, chunk: int, item: int, evicting: bool
+) -> int:
+    """Bytes of one chunk's arrays or of one layer's statistics, whichever is more, and of what lives beside both."""
+    queries = config.num_heads * config.head_dim
+    # normed input twice, queries and attention, gate and up: what is alive at the end of a chunk
+    mlp = chunk * (2 * config.hidden_size + 2 * queries + 2 * config.intermediate_size) * item
+    # normed input, queries, both parts of the attention and their mix
+    attention = chunk * (config.hidden_size + 4 * queries) * item
+    rope = prompt_tokens * config.head_dim * FP32
+    ids = prompt_tokens * 8
+    if not evicting:
+        return max(mlp, attention) + rope + ids
+    window = min(cache.window, prompt_tokens)
+    group_rows = config.num_heads // config.num_kv_heads * window
+    statistics = group_rows * prompt_tokens * FP32 + config.num_kv_heads * prompt_tokens * (FP32 + 8)
+    ring = config.num_layers * window * queries * item
+    return max(mlp, attention, statistics) + rope + ids + ring + BOUNCE_BYTES
+
+
+@dataclass(frozen=True)
+class Available:
+    """Bytes that can still be had, and who sets the limit."""
+
+    bytes: int
+    limit: str
+
+
+def available_memory(device: str = "cpu", root: Path = Path("/")) -> Available | None:
+    """What can be allocated now on a device; None where the system does not say. `root` is for tests.
+
+    On a CPU the least of the machine's free memory (page cache counts as free) and of what every control group above
+    this process (container, service) still allows; on a GPU its free memory.
+    """
+    if torch.device(device).type == "cuda":
+        free, _ = torch.cuda.mem_get_info(torch.device(device))
+        return Available(free, "the GPU")
+    limits = [Available(free, "this machine") for free in _machine_free(root)]
+    limits += [Available(free, "this container (its cgroup)") for free in _cgroup_free(root)]
+    return min(limits, key=lambda limit: limit.bytes, default=None)
+
+
+def check_memory(plan: Plan, available: Available | None) -> None:
+    """Logs a warning if the run comes near the limit. Raises MemoryLimit with both figures if it cannot fit."""
+    if available is None or plan.total <= NEAR_LIMIT * available.bytes:
+        return
+    need, free = size_text(plan.total), size_text(available.bytes)
+    parts = f"weights {size_text(plan.weights)}, KV arena {size_text(plan.arena)}, the rest {size_text(plan.transient)}"
+    if plan.total <= available.bytes:
+        log.warning("this run needs %s (%s) of the %s that %s has free", need, parts, free, available.limit)
+        return
+    raise MemoryLimit(
+        f"this run needs {need} ({parts}), but {available.limit} has {free} free: "
+        "take a smaller model, a smaller --budget or a shorter prompt, or free memory"
+    )
+
+
+def size_text(count: int) -> str:
+    """`812 KiB`, `31.4 MiB`, `14.50 GiB`."""
+    if count < 1 << 20:
+        return f"{count / (1 << 10):,.0f} KiB"
+    return f"{count / (1 << 20):,.1f} MiB" if count < 1 << 30 else f"{count / (1 << 30):,.2f} GiB"
+
+
+def _machine_free(root: Path) -> list[int]:
+    """MemAvailable of /proc/meminfo, else (no Linux) the physical memory."""
+    try:
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return [int(line.split()[1]) * 1024]
+    except OSError:
+        pass
+    try:
+        return [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    except (OSError, ValueError, AttributeError):
+        return []
+
+
+def _cgroup_free(root: Path) -> list[int]:
+    """What each memory control group of this process, version 1 or 2, and each one above it still allows."""
+    free: list[int] = []
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return free
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            top = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        group = top / path.lstrip("/")
+        # inside a container the path may be the host's: then only the top is there, and it is the container's own
+        for folder in [group, *group.parents]:
+            if not folder.is_relative_to(top):
+                break
+            room = _group_free(folder, *names)
+            if room is not None:
+                free.append(room)
+    return free
+
+
+def _group_free(folder: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:
+    """Limit minus usage of one group, its droppable page cache counted as free; None without a limit."""
+    try:
+        limit = (folder / limit_name).read_text().strip()
+        usage = int((folder / usage_name).read_text())
+        cached = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    if limit == "max" or int(limit) >= 1 << 60:  # version 1 writes a huge number for none
+        return None
+    return max(0, int(limit) - usage + int(cached.get(cache_name, 0)))

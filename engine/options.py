@@ -1,0 +1,186 @@
+"""The command line's flags: one per field of the option dataclasses, with the dataclass defaults.
+
+Nothing here imports torch. A field without an entry in `FLAGS` or `NOT_FLAGS` fails when the parser is built, so that a
+new option cannot be forgotten, and a flag can never have a default of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, TypeVar
+
+from ..errors import OptionError
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+Options = TypeVar("Options")
+
+
+class UsageError(Exception):
+    """A command line that does not parse, or flags that exclude one another: one line, exit code 2."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How a model is loaded and run: the keyword arguments of `Engine.load` with the same names and defaults."""
+
+    dtype: str | None = None
+    device: str | None = None
+    threads: int | None = None
+    context: int | None = None
+    rope_scaling: str | None = None
+    chunk: int = 512
+    attention: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "context", "chunk"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise OptionError(f"{name} must be at least 1, not {value}")
+
+
+@dataclass(frozen=True)
+class Flag:
+    """What argparse needs for one field; name and default come from the field itself."""
+
+    help: str
+    parse: Callable[[str], Any] = str
+    metavar: str | None = None
+    choices: tuple[str, ...] | None = None
+    name: str | None = None
+    repeat: bool = False
+
+
+def token_count(text: str) -> int:
+    """A whole number of tokens, 0 or more; `8192` and `8_192` are the same."""
+    try:
+        count = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if count < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is negative")
+    return count
+
+
+def positive_count(text: str) -> int:
+    """A whole number, 1 or more."""
+    count = token_count(text)
+    if count == 0:
+        raise argparse.ArgumentTypeError("0 is too small, the least is 1")
+    return count
+
+
+def number(text: str) -> float:
+    """A finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if value != value or value in (float("inf"), float("-inf")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
+    return value
+
+
+def whole(text: str) -> int:
+    """A whole number of either sign."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def not_empty(text: str) -> str:
+    """A text that says something."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty text")
+    return text
+
+
+CACHE_FLAGS = {
+    "budget": Flag(
+        "KV cache budget: tokens per layer and KV head on average (1024), or a share of the prompt (3.2%%)", metavar="N"
+    ),
+    "kv_memory": Flag("the budget as the size of the whole KV arena instead (512MiB)", metavar="SIZE"),
+    "policy": Flag(
+        "what is kept where the prompt is longer than the budget: cake (the tokens that matter), or full (all)",
+        metavar="NAME",
+    ),
+    "window": Flag("the last tokens of the prompt, always kept, whose queries vote", positive_count, "N"),
+    "decode_policy": Flag(
+        "new tokens: grow keeps them all in reserved room, hold overwrites the least attended slots",
+        choices=("grow", "hold"),
+    ),
+    "tau1": Flag("CAKE: temperature of a layer's dispersion; default by model and budget", number, "X"),
+    "tau2": Flag("CAKE: temperature of a layer's shift; default by model and budget", number, "X"),
+    "gamma": Flag("CAKE: weight of the variance in a token's score", number, "X"),
+    "kv_dtype": Flag("number format of the kept keys and values; default that of the computation", choices=DTYPES),
+}
+
+GENERATION_FLAGS = {
+    "max_new_tokens": Flag("the most tokens to generate; default 512", token_count, "N", name="--max-tokens"),
+    "temperature": Flag("0 is greedy, which is the default where the model asks for nothing else", number, "X"),
+    "top_k": Flag("sample among the K likeliest tokens, 0 for all; default the model's own", token_count, "K"),
+    "top_p": Flag("sample among the likeliest tokens of total probability P; default the model's own", number, "P"),
+    "min_p": Flag("drop tokens less likely than P times the likeliest; default the model's own", number, "P"),
+    "repetition_penalty": Flag(
+        "above 1 makes tokens of prompt and reply less likely; default the model's own", number, "X"
+    ),
+    "presence_penalty": Flag("taken off the logit of each token in the reply, 0 is none", number, "X"),
+    "frequency_penalty": Flag("taken off a token's logit for each time it is in the reply, 0 is none", number, "X"),
+    "seed": Flag("for a repeatable text; default a fresh one, shown in the statistics", whole, "N"),
+    "stop": Flag("end the reply before this text; may be given several times", not_empty, "TEXT", repeat=True),
+    "logprobs": Flag("with --json: log-probabilities of each token and the N likeliest", token_count, "N"),
+}
+
+ENGINE_FLAGS = {
+    "dtype": Flag("number format of the weights; default the checkpoint's", choices=DTYPES),
+    "device": Flag("cpu, cuda or cuda:N; default cuda where there is one", metavar="NAME"),
+    "threads": Flag("CPU threads; default one per core", positive_count, "N"),
+    "context": Flag("the most tokens of a conversation; default what the model was made for", positive_count, "N"),
+    "rope_scaling": Flag("stretch the context: linear:F, dynamic:F or yarn:F", metavar="KIND:F"),
+    "chunk": Flag("tokens read at a time within a layer", positive_count, "N"),
+    "attention": Flag("attention backend: auto or sdpa", metavar="NAME"),
+}
+
+# fields that are constants of the method rather than choices of a user
+NOT_FLAGS = {"pool"}
+
+
+def flag_name(field: str, flag: Flag) -> str:
+    """`--max-tokens` for `max_new_tokens`, else the field's own name with dashes."""
+    return flag.name or "--" + field.replace("_", "-")
+
+
+def add_flags(
+    parser: argparse._ActionsContainer, cls: type, flags: dict[str, Flag], skip: tuple[str, ...] = ()
+) -> None:
+    """Adds a flag per field of dataclass `cls`, with the field's default, but for those in `skip`."""
+    for field in fields(cls):
+        if field.name in NOT_FLAGS or field.name in skip:
+            continue
+        flag = flags[field.name]
+        default = None if field.default is MISSING else field.default
+        text = flag.help
+        if default is not None and default != ():
+            text += f" (default {default})"
+        arguments: dict[str, Any] = {"dest": field.name, "default": default, "help": text, "metavar": flag.metavar}
+        if flag.choices:
+            arguments["choices"] = flag.choices
+            arguments.pop("metavar")
+        if flag.repeat:
+            arguments["action"] = "append"
+            arguments["default"] = None
+        parser.add_argument(flag_name(field.name, flag), type=flag.parse, **arguments)
+
+
+def from_args(cls: type[Options], args: argparse.Namespace) -> Options:
+    """The dataclass with the values of the command line; raises its OptionError or BudgetError."""
+    values: dict[str, Any] = {}
+    for field in fields(cls):  # type: ignore[arg-type]
+        value = getattr(args, field.name, MISSING)
+        if value is MISSING or (value is None and field.default is not None):
+            continue
+        values[field.name] = tuple(value) if isinstance(value, list) else value
+    return cls(**values)

@@ -1,0 +1,163 @@
+"""A stand-in for a loaded engine, slow on demand; `python fake_engine.py [command] [flags]` is the command line on it.
+
+Texts are their UTF-8 bytes, control tokens are ids above 255. The reply to a message is scripted; a chat keeps its
+history as the real one does: a turn that ends before its first token is dropped, one that is cut later stays.
+FAKE_DELAY: seconds a token takes. FAKE_PREFILL: seconds of a prefill. FAKE_TOKENS: the reply's words. FAKE_CONTEXT: the
+model's context. FAKE_MARKS: a file that gets a "p" when a prefill begins and a "t" for each token.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from cake_infer.cli import main
+from cake_infer.engine.results import Piece, Progress
+from cake_infer.engine.statistics import Statistics
+from cake_infer.errors import BudgetError, MemoryLimit, PromptError
+
+BOS, USER, REPLY, SYSTEM, END = 256, 257, 258, 259, 260
+ROLES = {"user": USER, "assistant": REPLY, "system": SYSTEM}
+
+
+def mark(letter: str) -> None:
+    if "FAKE_MARKS" in os.environ:
+        with open(os.environ["FAKE_MARKS"], "a") as marks:
+            marks.write(letter)
+
+
+class FakeTokenizer:
+    special_ids = frozenset({BOS, USER, REPLY, SYSTEM, END})
+    vocab_size = 261
+
+    def __init__(self, bos: bool = False) -> None:
+        self.bos = bos
+
+    def encode(self, text: str, *, add_bos: bool = True, allow_special: bool = True) -> list[int]:
+        return [BOS] * (self.bos and add_bos) + list(text.encode())
+
+
+class FakeTemplate:
+    def encode(self, messages: list[dict[str, str]]) -> list[int]:
+        ids = [token for m in messages for token in (ROLES[m["role"]], *m["content"].encode(), END)]
+        return [*ids, REPLY]
+
+
+class FakeEngine:
+    """What the command line needs of an Engine. `calls` has the arguments of everything that reached it."""
+
+    def __init__(self, name: str = "fake", *, template: bool = True, bos: bool = False, context: int = 4096) -> None:
+        self.model_path = Path(name)
+        self.tokenizer: FakeTokenizer | None = FakeTokenizer(bos)
+        self.template = FakeTemplate() if template else None
+        self.config = SimpleNamespace(vocab_size=261, eos_token_ids=(END,))
+        self.context = context
+        self.calls: list[tuple[str, Any]] = []
+        self.words = os.environb.get(b"FAKE_TOKENS", b"one two three four five six").decode().split(" ")
+        self.delay = float(os.environ.get("FAKE_DELAY", "0"))
+        self.prefill = float(os.environ.get("FAKE_PREFILL", "0"))
+        self.memory_limit: int | None = None
+        self.closed_streams = 0
+
+    def load(self, model: str, **options: Any) -> FakeEngine:
+        """Takes the place of `Engine.load`."""
+        self.calls.append(("load", {"model": model, **options}))
+        options["on_progress"](Progress("load", 1, 1))
+        if options["before_weights"] is not None:
+            options["before_weights"](self)
+        self.calls.append(("weights", None))
+        return self
+
+    def __enter__(self) -> FakeEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.calls.append(("close", None))
+
+    def check_room(self, prompt_tokens: int, generation: Any) -> None:
+        self.calls.append(("check_room", prompt_tokens))
+        if prompt_tokens >= self.context:
+            raise PromptError(f"the prompt has {prompt_tokens} tokens, but the model's context is {self.context}")
+        if self.memory_limit is not None and prompt_tokens > self.memory_limit:
+            raise MemoryLimit("this run needs more than there is")
+
+    def stream(self, *, ids: list[int], config: Any, on_progress: Any) -> Iterator[Piece]:
+        self.calls.append(("stream", {"ids": ids, "config": config}))
+        return self.reply(len(ids), config, on_progress)
+
+    def reply(self, prompt_tokens: int, config: Any, on_progress: Any) -> Iterator[Piece]:
+        try:
+            mark("p")
+            for step in range(10):
+                on_progress(Progress("prefill", step + 1, 10, step, 10))
+                time.sleep(self.prefill / 10)
+            limit = 512 if config.max_new_tokens is None else config.max_new_tokens
+            words = self.words[:limit]
+            for index, word in enumerate(words):
+                time.sleep(self.delay)
+                top = None if config.logprobs is None else tuple((token, -1.5) for token in range(config.logprobs))
+                text = word if index == 0 else " " + word
+                mark("t")
+                yield Piece(text, index, logprob=None if top is None else -0.5, top_logprobs=top)
+            stats = Statistics(
+                prompt_tokens, new_tokens=len(words), kept_tokens=3, full_tokens=9, layer_lengths=((2, 2), (4, 4))
+            )
+            reason = "length" if len(words) < len(self.words) else "stop"
+            yield Piece("", None, finish_reason=reason, stats=stats)
+        finally:
+            self.closed_streams += 1
+
+    def chat(self, system: str | None = None) -> FakeChat:
+        self.calls.append(("chat", system))
+        return FakeChat(self, system)
+
+
+class FakeChat:
+    """A conversation; a reply begins with how many messages it follows, so that the history shows."""
+
+    def __init__(self, engine: FakeEngine, system: str | None) -> None:
+        self.engine, self.system, self.context = engine, system, engine.context
+        self.budget: int | str | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        self.messages: list[dict[str, str]] = []
+        self.tokens_used = 0
+        self.stats: Statistics | None = None
+
+    def set_budget(self, budget: str) -> None:
+        if budget.isdigit() and int(budget) < 32:
+            raise BudgetError(f"a budget of {budget} tokens is below the window: the minimum is 32")
+        self.budget = budget
+
+    def send(self, text: str, *, config: Any, on_progress: Any) -> Iterator[Piece]:
+        if not text.strip():
+            raise PromptError("the message is empty")
+        return self._turn(text, config, on_progress)
+
+    def _turn(self, text: str, config: Any, on_progress: Any) -> Iterator[Piece]:
+        needed = len(text) + 2
+        if self.tokens_used + needed >= self.context:
+            raise PromptError(f"{self.tokens_used + needed} tokens, but the context is {self.context}")
+        self.engine.calls.append(("send", {"text": text, "config": config, "messages": len(self.messages)}))
+        shown: list[str] = []
+        try:
+            yield Piece(f"[{len(self.messages)}] ", 7)
+            for piece in self.engine.reply(needed, config, on_progress):
+                shown.append(piece.text)
+                self.stats = piece.stats
+                yield piece
+        finally:
+            if shown:
+                self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": "".join(shown)}]
+                self.tokens_used += needed + len(shown)
+
+
+if __name__ == "__main__":
+    context = int(os.environ.get("FAKE_CONTEXT", "4096"))
+    sys.exit(main(sys.argv[1:], FakeEngine(context=context).load))

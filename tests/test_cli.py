@@ -1,0 +1,609 @@
+"""The command line: what reaches the engine, what comes out where, and with which exit code."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from inspect import signature
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from cake_infer import cli
+from cake_infer.cache.config import CacheConfig
+from cake_infer.engine.generation import GenerationConfig
+from cake_infer.engine.options import EngineOptions
+
+FAKE = Path(__file__).parent / "engine" / "fake_engine.py"
+
+
+@pytest.fixture(scope="module")
+def fake() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("fake_engine", FAKE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@dataclass
+class Run:
+    """One run of the command line on a fake engine."""
+
+    code: int
+    out: str
+    err: str
+    engine: Any
+
+    def call(self, name: str) -> Any:
+        found = [argument for called, argument in self.engine.calls if called == name]
+        assert len(found) == 1, f"{name} was called {len(found)} times"
+        return found[0]
+
+    @property
+    def prompt(self) -> str:
+        """The text of the prompt, control tokens as <role>."""
+        names = {256: "<bos>", 257: "<user>", 258: "<reply>", 259: "<system>", 260: "<end>"}
+        data = b"".join(names[i].encode() if i in names else bytes([i]) for i in self.call("stream")["ids"])
+        return data.decode()
+
+
+class Stdin(io.TextIOWrapper):
+    """Standard input with given bytes, as a pipe or as a terminal."""
+
+    def __init__(self, data: bytes, terminal: bool) -> None:
+        super().__init__(io.BytesIO(data))
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+
+@pytest.fixture
+def run(
+    fake: ModuleType, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Run]:
+    def go(*argv: str, stdin: bytes | None = None, terminal: bool = False, **engine: Any) -> Run:
+        made = fake.FakeEngine(**engine)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdin", Stdin(stdin or b"", terminal))
+            if stdin is not None:
+                patch.setattr("cake_infer.engine.apps.prompt._stdin_is_data", lambda: True)
+            code = cli.main(list(argv), made.load)
+        captured = capfdbinary.readouterr()
+        return Run(code, captured.out.decode(), captured.err.decode(), made)
+
+    return go
+
+
+def spawn(*argv: str, **keywords: Any) -> subprocess.CompletedProcess[bytes]:
+    """The command line on a fake engine in a process of its own."""
+    environment = {**os.environ, **keywords.pop("env", {})}
+    return subprocess.run(
+        [sys.executable, str(FAKE), *argv], capture_output=True, timeout=60, env=environment, check=False, **keywords
+    )
+
+
+def start(*argv: str, **environment: object) -> subprocess.Popen[bytes]:
+    """The same, not waited for; `environment` sets the fake engine's pace."""
+    return subprocess.Popen(
+        [sys.executable, str(FAKE), *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **{name: str(value) for name, value in environment.items()}},
+    )
+
+
+def wait_for_marks(path: Path, marks: str) -> None:
+    """Until the fake engine has come that far."""
+    deadline = time.monotonic() + 30
+    while not path.exists() or not path.read_text().startswith(marks):
+        assert time.monotonic() < deadline, f"the engine did not come as far as {marks}"
+        time.sleep(0.02)
+
+
+# -- every flag -------------------------------------------------------------------------------------------------------
+
+# flag -> (arguments, where it arrives, what arrives there); everything else stays as without the flag
+Observation = tuple[Sequence[str], Callable[[Run], Any], Any]
+
+
+def loaded(name: str) -> Callable[[Run], Any]:
+    return lambda seen: seen.call("load")[name]
+
+
+def cached(name: str) -> Callable[[Run], Any]:
+    return lambda seen: getattr(seen.call("load")["cache"], name)
+
+
+def asked(name: str) -> Callable[[Run], Any]:
+    """A field of the GenerationConfig, of a one-shot run or of a chat's turn."""
+
+    def look(seen: Run) -> Any:
+        found = [argument["config"] for called, argument in seen.engine.calls if called in ("stream", "send")]
+        return getattr(found[0], name)
+
+    return look
+
+
+MODEL_FLAGS: dict[str, Observation] = {
+    "--model": (["--model", "mistral-7b"], loaded("model"), "mistral-7b"),
+    "--revision": (["--revision", "v1"], loaded("revision"), "v1"),
+    "--random-weights": (
+        ["--random-weights", "c.json"],
+        lambda seen: [seen.call("load")[key] for key in ("model", "random_weights")],
+        ["c.json", True],
+    ),
+    "--dtype": (["--dtype", "float16"], loaded("dtype"), "float16"),
+    "--device": (["--device", "cuda:1"], loaded("device"), "cuda:1"),
+    "--threads": (["--threads", "3"], loaded("threads"), 3),
+    "--context": (["--context", "77"], loaded("context"), 77),
+    "--rope-scaling": (["--rope-scaling", "yarn:2"], loaded("rope_scaling"), "yarn:2"),
+    "--chunk": (["--chunk", "64"], loaded("chunk"), 64),
+    "--attention": (["--attention", "sdpa"], loaded("attention"), "sdpa"),
+    "--budget": (["--budget", "3.2%"], cached("budget"), "3.2%"),
+    "--kv-memory": (["--kv-memory", "5MiB"], cached("kv_memory"), "5MiB"),
+    "--policy": (["--policy", "full"], cached("policy"), "full"),
+    "--window": (["--window", "8"], cached("window"), 8),
+    "--decode-policy": (["--decode-policy", "hold"], cached("decode_policy"), "hold"),
+    "--tau1": (["--tau1", "0.5"], cached("tau1"), 0.5),
+    "--tau2": (["--tau2", "0.7"], cached("tau2"), 0.7),
+    "--gamma": (["--gamma", "10"], cached("gamma"), 10.0),
+    "--kv-dtype": (["--kv-dtype", "bfloat16"], cached("kv_dtype"), "bfloat16"),
+}
+REPLY_FLAGS: dict[str, Observation] = {
+    "--max-tokens": (["--max-tokens", "2"], lambda seen: seen.out.split("] ")[-1], "one two\n"),
+    "--temperature": (["--temperature", "0.7"], asked("temperature"), 0.7),
+    "--top-k": (["--top-k", "5"], asked("top_k"), 5),
+    "--top-p": (["--top-p", "0.9"], asked("top_p"), 0.9),
+    "--min-p": (["--min-p", "0.1"], asked("min_p"), 0.1),
+    "--repetition-penalty": (["--repetition-penalty", "1.1"], asked("repetition_penalty"), 1.1),
+    "--presence-penalty": (["--presence-penalty", "0.5"], asked("presence_penalty"), 0.5),
+    "--frequency-penalty": (["--frequency-penalty", "-0.5"], asked("frequency_penalty"), -0.5),
+    "--seed": (["--seed", "7"], asked("seed"), 7),
+    "--stop": (["--stop", "a", "--stop", "b"], asked("stop"), ("a", "b")),
+}
+OUTPUT_FLAGS: dict[str, Observation] = {
+    "--quiet": (["--quiet"], lambda seen: seen.err, ""),
+    "--verbose": (["--verbose"], lambda seen: "layer   1" in seen.err, True),
+}
+FLAGS: dict[str | None, dict[str, Observation]] = {
+    None: MODEL_FLAGS
+    | REPLY_FLAGS
+    | OUTPUT_FLAGS
+    | {
+        "--prompt": (["--prompt", "why?"], lambda seen: seen.prompt, "<user>why?<end><reply>"),
+        "--prompt-file": (["--prompt-file", "doc.txt"], lambda seen: seen.prompt, "<user>doc\n\nhi<end><reply>"),
+        "--system": (["--system", "be"], lambda seen: seen.prompt, "<system>be<end><user>hi<end><reply>"),
+        "--raw": (["--raw"], lambda seen: seen.prompt, "hi"),
+        "--prompt-tokens": (["--prompt-tokens", "9"], lambda seen: len(seen.call("stream")["ids"]), 9),
+        "--logprobs": (
+            ["--json", "--logprobs", "2"],
+            lambda seen: json.loads(seen.out).get("logprobs", [{}])[0],
+            {"id": 0, "logprob": -0.5, "top": [{"id": 0, "logprob": -1.5}, {"id": 1, "logprob": -1.5}]},
+        ),
+        "--json": (
+            ["--json"],
+            lambda seen: seen.out.startswith("{") and json.loads(seen.out)["text"],
+            "one two three four five six",
+        ),
+    },
+    "chat": MODEL_FLAGS
+    | REPLY_FLAGS
+    | OUTPUT_FLAGS
+    | {"--system": (["--system", "be"], lambda seen: seen.call("chat"), "be")},
+}
+# tested with the commands that have them
+FLAGS_ELSEWHERE = {"plan", "models", "import-gguf"}
+
+
+def flags_of(command: str | None) -> set[str]:
+    """Every flag that a command's parser knows, but for those that print and exit."""
+    actions = cli.build_parser(command)._actions
+    names = {name for action in actions for name in action.option_strings if name.startswith("--")}
+    assert not [action for action in actions if not action.option_strings], "a positional without a test"
+    return names - {"--help", "--version"}
+
+
+@pytest.mark.parametrize("command", sorted(set(cli.COMMANDS) - FLAGS_ELSEWHERE | {""}))
+def test_every_flag_of_a_command_has_an_observation(command: str) -> None:
+    assert flags_of(command or None) == set(FLAGS[command or None])
+
+
+def test_every_command_is_covered_by_a_table() -> None:
+    assert set(cli.COMMANDS) == {name for name in FLAGS if name} | FLAGS_ELSEWHERE
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"), [(command, flag) for command, observations in FLAGS.items() for flag in observations]
+)
+def test_a_flag_changes_what_reaches_the_engine_or_the_output(
+    command: str | None, flag: str, run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("doc.txt").write_text("doc\n")
+    arguments, look, expected = FLAGS[command][flag]
+
+    def go(more: Sequence[str]) -> Run:
+        if command == "chat":
+            return run("chat", *more, stdin=b"hello\n")
+        prompt = [] if flag in ("--prompt", "--prompt-tokens") and more else ["--prompt", "hi"]
+        return run(*prompt, *more)
+
+    base = ["--json"] if flag == "--logprobs" else []
+    seen, without = go(arguments), go(base)
+    assert seen.code == 0, seen.err
+    assert look(seen) == expected
+    assert look(without) != expected
+
+
+@pytest.mark.parametrize("cls", [CacheConfig, GenerationConfig])
+def test_defaults_of_the_command_line_are_those_of_the_dataclasses(cls: type, run: Callable[..., Run]) -> None:
+    seen = run("--prompt", "hi")
+    given = seen.call("load")["cache"] if cls is CacheConfig else seen.call("stream")["config"]
+    assert given == cls()
+
+
+def test_engine_options_have_the_defaults_of_engine_load(run: Callable[..., Run]) -> None:
+    from cake_infer.engine.engine import Engine
+
+    parameters = signature(Engine.load).parameters
+    for field in fields(EngineOptions):
+        assert parameters[field.name].default == field.default, field.name
+    reached = run("--prompt", "hi").call("load")
+    assert set(reached) <= set(parameters), "Engine.load takes every keyword that the command line gives"
+
+
+def test_a_new_field_of_a_config_cannot_be_forgotten_on_the_command_line() -> None:
+    names = {action.dest for action in cli.build_parser(None)._actions}
+    for cls in (CacheConfig, GenerationConfig, EngineOptions):
+        assert {field.name for field in fields(cls)} - {"pool"} <= names
+
+
+# -- flags that exclude one another, and wrong values -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--prompt-tokens", "5", "--prompt", "x"],
+        ["--prompt-tokens", "5", "--prompt-file", "x"],
+        ["--prompt-tokens", "5", "--system", "x"],
+        ["--prompt-tokens", "5", "--raw"],
+        ["--prompt", "x", "--raw", "--system", "y"],
+        ["--prompt", "x", "--logprobs", "2"],
+        ["--prompt-file", "-", "--prompt-file", "-"],
+        ["--prompt", "x", "--random-weights", "c.json", "--model", "m"],
+        ["--prompt", "x", "--random-weights", "c.json", "--revision", "m"],
+        ["--prompt", "x", "--budget", "1024", "--kv-memory", "1MiB"],
+        ["--prompt", "x", "--policy", "full", "--budget", "1024"],
+        ["--prompt", "x", "--policy", "full", "--window", "32"],
+        ["--prompt", "x", "--policy", "full", "--decode-policy", "hold"],
+        ["--prompt", "x", "--policy", "full", "--gamma", "200"],
+        ["--prompt", "x", "--policy", "full", "--tau1", "1"],
+        ["--prompt", "x", "--policy", "full", "--tau2", "1"],
+    ],
+)
+def test_a_flag_that_would_have_no_effect_is_refused(arguments: list[str], run: Callable[..., Run]) -> None:
+    seen = run(*arguments)
+    assert seen.code == 2
+    assert seen.err.startswith("error: --")
+    assert seen.err.count("\n") == 1
+    assert seen.engine.calls == []
+
+
+@pytest.mark.parametrize("flag", ["--raw", "--json", "--verbose"])
+def test_flags_of_a_prompt_are_refused_where_a_chat_begins(flag: str, run: Callable[..., Run]) -> None:
+    seen = run(flag, terminal=True)
+    expected = 0 if flag == "--verbose" else 2
+    assert seen.code == expected, seen.err
+    assert seen.err.count("\n") == 1 or expected == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--max-tokens", "many"],
+        ["--max-tokens", "-1"],
+        ["--chunk", "0"],
+        ["--temperature", "warm"],
+        ["--top-p", "nan"],
+        ["--decode-policy", "shrink"],
+        ["--dtype", "int4"],
+        ["--stop", ""],
+        ["--no-such-flag"],
+        ["--promp", "x"],
+        ["chatt"],
+        ["--prompt"],
+        ["chat", "--raw"],
+        ["--prompt", "x", "chat"],
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_exit_code_2(arguments: list[str], run: Callable[..., Run]) -> None:
+    seen = run(*arguments)
+    assert (seen.code, seen.out) == (2, "")
+    assert seen.err.startswith("error: ")
+    assert seen.err.count("\n") == 1
+    assert "--help" in seen.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--temperature", "-1"],
+        ["--top-p", "1.5"],
+        ["--repetition-penalty", "0"],
+        ["--budget", "lots"],
+        ["--budget", "5"],
+        ["--budget", "5MiB"],
+        ["--policy", "magic"],
+        ["--gamma", "-1"],
+    ],
+)
+def test_a_value_that_cannot_be_applied_is_one_line_before_anything_is_loaded(
+    arguments: list[str], run: Callable[..., Run]
+) -> None:
+    seen = run("--prompt", "x", *arguments)
+    assert (seen.code, seen.out) == (1, "")
+    assert seen.err.startswith("error: ")
+    assert seen.err.count("\n") == 1
+    assert seen.engine.calls == []
+
+
+# -- prompts ----------------------------------------------------------------------------------------------------------
+
+
+def test_documents_come_first_and_the_question_after_a_blank_line(run: Callable[..., Run], tmp_path: Path) -> None:
+    first, second = tmp_path / "a.txt", tmp_path / "b.txt"
+    first.write_bytes(b"eins\n")
+    second.write_bytes(b"zwei\r\n")
+    seen = run("--prompt", "was?", "--prompt-file", str(first), "--prompt-file", str(second))
+    assert seen.prompt == "<user>eins\n\nzwei\n\nwas?<end><reply>"
+
+
+def test_piped_text_is_the_document_of_a_question(run: Callable[..., Run]) -> None:
+    assert run("--prompt", "q", stdin=b"doc\n").prompt == "<user>doc\n\nq<end><reply>"
+
+
+def test_piped_text_alone_is_the_prompt(run: Callable[..., Run]) -> None:
+    assert run(stdin="drei →\n".encode()).prompt == "<user>drei →<end><reply>"
+
+
+def test_an_empty_pipe_leaves_the_question_alone(run: Callable[..., Run]) -> None:
+    assert run("--prompt", "q", stdin=b"").prompt == "<user>q<end><reply>"
+
+
+def test_a_dash_is_standard_input_wherever_it_stands(run: Callable[..., Run], tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("A")
+    seen = run("--prompt-file", "-", "--prompt-file", str(tmp_path / "a.txt"), stdin=b"S\n")
+    assert seen.prompt == "<user>S\n\nA<end><reply>"
+
+
+def test_raw_text_gets_no_template_and_keeps_its_inner_newlines(run: Callable[..., Run]) -> None:
+    assert run("--raw", stdin=b"a\n\nb\n").prompt == "a\n\nb"
+
+
+def test_an_empty_prompt_is_refused_before_weights_are_loaded(run: Callable[..., Run], tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_bytes(b"")
+    for arguments in (
+        ["--prompt", ""],
+        ["--raw", "--prompt", ""],
+        ["--prompt-file", str(tmp_path / "empty.txt")],
+        [],
+    ):
+        seen = run(*arguments)
+        assert seen.code == 1
+        assert "empty" in seen.err
+        assert seen.err.count("\n") == 1
+        assert ("weights", None) not in seen.engine.calls
+
+
+def test_an_empty_raw_prompt_runs_where_the_tokenizer_adds_a_token(run: Callable[..., Run]) -> None:
+    assert run("--raw", "--prompt", "", bos=True).prompt == "<bos>"
+
+
+def test_blank_text_is_a_prompt(run: Callable[..., Run]) -> None:
+    assert run("--raw", "--prompt", " ").prompt == " "
+
+
+def test_no_new_tokens_give_an_empty_text_and_whole_statistics(run: Callable[..., Run]) -> None:
+    seen = run("--prompt", "x", "--max-tokens", "0", "--json")
+    document = json.loads(seen.out)
+    assert (seen.code, document["text"], document["finish_reason"], document["new_tokens"]) == (0, "", "length", 0)
+    plain = run("--prompt", "x", "--max-tokens", "0")
+    assert (plain.code, plain.out) == (0, "")
+    assert "0 tok" in plain.err
+
+
+def test_a_model_without_template_asks_for_raw(run: Callable[..., Run]) -> None:
+    seen = run("--prompt", "x", template=False)
+    assert seen.code == 1
+    assert "--raw" in seen.err
+    assert ("weights", None) not in seen.engine.calls
+    assert run("--prompt", "x", "--raw", template=False).code == 0
+
+
+def test_a_prompt_beyond_the_context_is_refused_with_both_numbers_before_weights_are_loaded(
+    run: Callable[..., Run],
+) -> None:
+    seen = run("--raw", "--prompt", "x" * 120, context=100)
+    assert seen.code == 1
+    assert "120" in seen.err
+    assert "100" in seen.err
+    assert ("weights", None) not in seen.engine.calls
+
+
+def test_random_tokens_need_no_tokenizer_and_no_control_token_is_among_them(run: Callable[..., Run]) -> None:
+    first = run("--prompt-tokens", "2000", "--seed", "3").call("stream")["ids"]
+    again = run("--prompt-tokens", "2000", "--seed", "3").call("stream")["ids"]
+    other = run("--prompt-tokens", "2000", "--seed", "4").call("stream")["ids"]
+    assert first == again != other
+    assert set(first) <= set(range(256))
+    assert len(set(first)) > 200
+
+
+@pytest.mark.parametrize("source", ["file", "stdin", "dash"])
+def test_broken_utf8_is_one_line_with_the_byte_offset(source: str, run: Callable[..., Run], tmp_path: Path) -> None:
+    broken = b"abc\xff\xfe def"
+    (tmp_path / "doc").write_bytes(broken)
+    arguments = {"file": ["--prompt-file", str(tmp_path / "doc")], "stdin": [], "dash": ["--prompt-file", "-"]}[source]
+    seen = run(*arguments, stdin=broken)
+    assert seen.code == 1
+    assert seen.err.count("\n") == 1
+    assert "3" in seen.err
+    assert seen.engine.calls == []
+
+
+def test_a_file_that_cannot_be_read_is_one_line(run: Callable[..., Run], tmp_path: Path) -> None:
+    for path in (tmp_path / "missing.txt", tmp_path):
+        seen = run("--prompt-file", str(path))
+        assert seen.code == 1
+        assert str(path) in seen.err
+        assert seen.err.count("\n") == 1
+
+
+# -- output -----------------------------------------------------------------------------------------------------------
+
+
+def test_text_goes_to_stdout_and_one_line_of_statistics_to_stderr(run: Callable[..., Run]) -> None:
+    seen = run("--prompt", "x")
+    assert (seen.code, seen.out) == (0, "one two three four five six\n")
+    assert seen.err.count("\n") == 1
+    assert seen.err.startswith("prompt ")
+
+
+def test_a_reply_that_was_cut_says_so(run: Callable[..., Run]) -> None:
+    assert "cut" in run("--prompt", "x", "--max-tokens", "3").err
+    assert "cut" not in run("--prompt", "x").err
+
+
+def test_json_is_one_object_with_text_ids_and_statistics(run: Callable[..., Run]) -> None:
+    document = json.loads(run("--prompt", "x", "--json").out)
+    assert document["text"] == "one two three four five six"
+    assert document["finish_reason"] == "stop"
+    assert document["ids"] == [0, 1, 2, 3, 4, 5]
+    assert document["prompt_tokens"] == 4
+    assert document["new_tokens"] == 6
+    assert document["stats"]["kept_tokens"] == 3
+    assert "logprobs" not in document
+
+
+def test_output_is_utf8_whatever_the_locale() -> None:
+    seen = spawn(
+        "--prompt", "é", env={"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "FAKE_TOKENS": "→🙂"}
+    )
+    assert (seen.returncode, seen.stdout) == (0, "→🙂\n".encode())
+
+
+def test_a_prompt_is_utf8_whatever_the_locale() -> None:
+    locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    seen = spawn("--raw", "--json", "--prompt", "é→", env=locale)
+    assert seen.returncode == 0, seen.stderr
+    assert json.loads(seen.stdout)["prompt_tokens"] == len("é→".encode())
+
+
+def test_every_piece_is_there_as_soon_as_it_is_made() -> None:
+    with subprocess.Popen(
+        [sys.executable, str(FAKE), "--prompt", "x"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "FAKE_DELAY": "0.4"},
+    ) as process:
+        assert process.stdout is not None
+        assert os.read(process.stdout.fileno(), 100) == b"one"
+        started = time.monotonic()
+        assert os.read(process.stdout.fileno(), 100) == b" two"
+        assert time.monotonic() - started > 0.2
+        process.kill()
+
+
+def test_a_reader_that_goes_away_ends_the_run_soon_and_quietly() -> None:
+    started = time.monotonic()
+    command = f"{sys.executable} {FAKE} --prompt x | head -c 5; echo ${{PIPESTATUS[0]}}"
+    environment = {**os.environ, "FAKE_TOKENS": " ".join(["word"] * 2000), "FAKE_DELAY": "0.05"}
+    seen = subprocess.run(["bash", "-c", command], capture_output=True, timeout=60, env=environment, check=False)
+    assert seen.stdout == b"word " + b"141\n" or seen.stdout == b"word\n141\n" or seen.stdout.endswith(b"141\n")
+    assert seen.stderr == b""
+    assert time.monotonic() - started < 20
+
+
+def test_standard_error_that_is_closed_does_not_end_a_run() -> None:
+    seen = subprocess.run(
+        ["bash", "-c", f"{sys.executable} {FAKE} --prompt x 2>&-"], capture_output=True, timeout=60, check=False
+    )
+    assert (seen.returncode, seen.stdout) == (0, b"one two three four five six\n")
+
+
+@pytest.mark.parametrize("json_flag", [[], ["--json"]])
+def test_ctrl_c_keeps_the_partial_text_and_exits_with_130(json_flag: list[str], tmp_path: Path) -> None:
+    process = start("--prompt", "x", *json_flag, FAKE_DELAY="0.2", FAKE_TOKENS="word " * 200, FAKE_MARKS=tmp_path / "m")
+    wait_for_marks(tmp_path / "m", "pttt")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+    assert out.endswith(b"\n")
+    text = json.loads(out)["text"] if json_flag else out.decode().removesuffix("\n")
+    assert text.startswith("word word word")
+    assert len(text.split()) < 20
+    if json_flag:
+        assert json.loads(out)["finish_reason"] == "interrupted"
+
+
+def test_ctrl_c_in_the_prefill_exits_with_130_and_no_text(tmp_path: Path) -> None:
+    process = start("--prompt", "x", FAKE_PREFILL="5", FAKE_MARKS=tmp_path / "m")
+    wait_for_marks(tmp_path / "m", "p")
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=20) == (b"", b"")
+    assert process.returncode == 130
+
+
+# -- starting ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in cli.COMMANDS)])
+def test_help_imports_neither_torch_nor_tokenizers_and_is_quick(arguments: list[str]) -> None:
+    code = (
+        "import sys; from cake_infer.cli import main; code = main(sys.argv[1:]);"
+        "heavy = {'torch', 'tokenizers', 'numpy', 'jinja2', 'huggingface_hub'} & set(sys.modules);"
+        "sys.exit(f'imported {heavy}' if heavy else code)"
+    )
+    started = time.monotonic()
+    seen = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, timeout=60, check=False)
+    seconds = time.monotonic() - started
+    assert seen.returncode == 0, seen.stderr
+    assert seen.stdout.startswith(b"usage: cake-infer")
+    # 0.1 s where nothing else runs; the bound leaves room for busy machines and still shows an import of torch
+    assert seconds < 1.5
+
+
+def test_only_commands_that_exist_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for name, (module, _) in cli.COMMANDS.items():
+        assert f"  {name} " in shown
+        assert importlib.util.find_spec(f"cake_infer.engine.apps.{module}") is not None
+
+
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    from cake_infer import __version__
+
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"cake-infer {__version__}\n"
+    seen = subprocess.run([sys.executable, "-m", "cake_infer", "--version"], capture_output=True, text=True, check=True)
+    assert seen.stdout == f"cake-infer {__version__}\n"
+
+
+def test_help_of_raw_says_that_control_tokens_count(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["--help"])
+    assert "control tokens" in " ".join(capsys.readouterr().out.split())
