@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -99,6 +99,8 @@ class Tokenizer:
 
         continues: the text goes on from other text, so no prefix space is put in front. Adds no BOS.
         """
+        if not any(_overlaps(match, literals) for match in self.control_pattern.finditer(text) if literals):
+            literals = ()
         try:
             if not literals and not (continues and self._source.prefix.scheme != "never"):
                 ids = self._source.encode(text)
@@ -126,11 +128,9 @@ class Tokenizer:
 
     def _matches(self, text: str, literals: Sequence[Span]) -> Iterable[re.Match[str]]:
         """Control tokens in `text`, leftmost and longest first, none of which overlaps a literal."""
-        ends = [end for _, end in literals]
         at = 0
         while (match := self.control_pattern.search(text, at)) is not None:
-            following = bisect_left(ends, match.start() + 1)  # the first literal that ends after the match begins
-            if following < len(literals) and literals[following][0] < match.end():
+            if _overlaps(match, literals):
                 at = match.start() + 1
             else:
                 yield match
@@ -229,3 +229,9 @@ class Tokenizer:
 
     def _is_special(self, content: str) -> bool:
         return content in self._added and self._added[content].special
+
+
+def _overlaps(match: re.Match[str], spans: Sequence[Span]) -> bool:
+    """Whether one of the (ordered) spans shares a character with the match, or is empty and strictly inside it."""
+    following = bisect_right(spans, match.start(), key=lambda span: span[1])  # the first that ends after its beginning
+    return following < len(spans) and spans[following][0] < match.end()
