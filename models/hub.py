@@ -49,12 +49,12 @@ def resolve_model(
         return found.snapshot
     if offline():
         raise _not_cached(target.repo, revision, found)
-    from .hub_remote import download, inspect_remote
+    from .hub_remote import Unreachable, download, inspect_remote
 
     try:
         remote = inspect_remote(target.repo, revision)
-    except ModelNotFound as error:
-        if "cannot be reached" in str(error) and revision is None and found.snapshot is None and len(found.commits) > 1:
+    except Unreachable as error:
+        if found.commits:  # what the cache lacks says more than that there is no network
             raise _not_cached(target.repo, revision, found) from error
         raise
     if before_download is not None:

@@ -65,11 +65,11 @@ def check_has_safetensors(repo: str, names: Iterable[str]) -> None:
     names = set(names)
     if INDEX in names or SINGLE in names:
         return
-    kinds = [
-        (".gguf", "GGUF files: download one and run `cake-infer import-gguf FILE FOLDER`"),
-        (".bin", "PyTorch .bin files, which are not loaded"),
-        (".pth", "PyTorch .pth files, which are not loaded"),
-        (".safetensors", f"safetensors that are neither {SINGLE} nor listed in {INDEX}"),
-    ]
-    has = next((text for ending, text in kinds if any(name.endswith(ending) for name in names)), "no weights at all")
-    raise ModelNotFound(f"{repo} has no {SINGLE} and no {INDEX}, only {has}: choose a repository with safetensors")
+    kinds = {
+        ".gguf": "only GGUF files: download one and run `cake-infer import-gguf FILE FOLDER`",
+        ".bin": "only PyTorch .bin files, which are not loaded: choose a repository with safetensors",
+        ".pth": "only PyTorch .pth files, which are not loaded: choose a repository with safetensors",
+        ".safetensors": f"none of them {SINGLE} or listed in {INDEX}: choose one in Hugging Face's layout",
+    }
+    has = next((text for ending, text in kinds.items() if any(name.endswith(ending) for name in names)), None)
+    raise ModelNotFound(f"{repo} has no safetensors to load, {has or 'no weights at all: choose another repository'}")

@@ -21,6 +21,10 @@ _POLL_S = 0.2
 _HTTP_PACKAGES = ("huggingface_hub", "httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "hf_xet")
 
 
+class Unreachable(ModelNotFound):
+    """The hub does not answer."""
+
+
 @dataclass(frozen=True)
 class RemoteModel:
     """A repository at one commit: file sizes by name, those that are wanted, those of them that are weights.
@@ -72,7 +76,12 @@ def download(model: RemoteModel, on_progress: OnProgress | None = None) -> Path:
     needed = sum(model.sizes[name] for name in model.wanted if not (model.folder / name).exists())
     check_disk_space(model.folder, needed, f"downloading {model.repo}")
     with _watched(model.folder.parent.parent / "blobs", needed, on_progress):
-        result = _snapshot(model.repo, model.revision, list(model.wanted))
+        try:
+            result = _snapshot(model.repo, model.revision, list(model.wanted))
+        except Unreachable as error:
+            raise ModelNotFound(
+                f"the download of {model.repo} broke off: run it again, it goes on ({error})"
+            ) from error
     if absent := cached(model.repo, result.name).absent:
         raise ModelNotFound(f"the download of {model.repo} ended without {absent[0]}: run it again")
     return result
@@ -137,18 +146,17 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
         package = type(error).__module__.split(".")[0]
         if package not in _HTTP_PACKAGES and not isinstance(error, OSError):
             raise
-        raise ModelNotFound(_unreachable(repo, hub, error)) from error
+        raise _refusal(repo, hub, error) from error
 
 
-def _unreachable(repo: str, hub: str, error: BaseException) -> str:
+def _refusal(repo: str, hub: str, error: BaseException) -> ModelNotFound:
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status == 401:
-        return f"{hub} refuses the token in use (HF_TOKEN or `hf auth login`): renew it, or remove it"
+        return ModelNotFound(f"{hub} refuses the token in use (HF_TOKEN or `hf auth login`): renew it, or remove it")
     if status == 403:
-        return f"{hub} does not let the token in use read {repo} (403): give it read access to this repository"
-    text = " ".join(str(error).split())
-    reason = f"status {status}" if status is not None else (text[:120] or type(error).__name__)
-    return (
+        return ModelNotFound(f"{hub} does not let the token in use read {repo} (403): give it read access to it")
+    reason = f"status {status}" if status is not None else (" ".join(str(error).split())[:120] or type(error).__name__)
+    return Unreachable(
         f"{repo} is not complete in {hub_cache_folder()} and {hub} cannot be reached ({reason}): "
         "check the connection, or give the model as a folder"
     )
