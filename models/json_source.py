@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Sequence
 from functools import cached_property
@@ -16,7 +15,7 @@ from tokenizers.models import BPE
 
 from ..errors import TokenizerError
 from .token_bytes import SPACE, TokenBytes
-from .token_files import AddedToken, TokenFiles, parse_json
+from .token_files import AddedToken, TokenFiles, refuse_lfs_pointer
 from .token_source import Prefix
 
 _QWEN2_WORDS = (
@@ -27,9 +26,8 @@ _QWEN2_WORDS = (
 class JsonSource:
     """A tokenizer.json, with the added tokens that only the files beside it know."""
 
-    def __init__(self, library: Library, document: dict[str, Any], files: TokenFiles) -> None:
+    def __init__(self, library: Library, files: TokenFiles) -> None:
         self._library = library
-        self._document = document
         library.no_truncation()
         library.no_padding()
         self._add_missing(files)
@@ -47,9 +45,10 @@ class JsonSource:
             for index, token in sorted(library.get_added_tokens_decoder().items())
         )
         self.size = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
-        self.prefix = _prefix(document)
-        self.leading = _leading_token(document.get("post_processor"))
-        self.bytes_of = TokenBytes.of_decoder(document.get("decoder"))
+        self.prefix = _prefix(_state(library.normalizer), _state(library.pre_tokenizer))
+        self.leading = _leading_token(_state(library.post_processor))
+        self.end: str | None = None
+        self.bytes_of = TokenBytes.of_decoder(_state(library.decoder))
 
     @staticmethod
     def read(path: Path, files: TokenFiles) -> JsonSource:
@@ -57,13 +56,13 @@ class JsonSource:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise TokenizerError(f"{path}: cannot be read ({error})") from error
-        document = parse_json(text, path)
+        refuse_lfs_pointer(text, path)
         try:
-            return JsonSource(Library.from_str(text), document, files)
-        except TokenizerError:
-            raise
+            return JsonSource(Library.from_str(text), files)
         except Exception as error:  # the library raises bare Exception
-            raise TokenizerError(f"{path}: the tokenizers library cannot read it ({error})") from error
+            raise TokenizerError(
+                f"{path}: the tokenizers library cannot read it ({error}); download it again, or update tokenizers"
+            ) from error
 
     @staticmethod
     def read_vocabulary(folder: Path, files: TokenFiles) -> JsonSource:
@@ -86,7 +85,7 @@ class JsonSource:
         else:
             library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         library.decoder = decoders.ByteLevel()
-        return JsonSource(library, json.loads(library.to_str()), files)
+        return JsonSource(library, files)
 
     def _add_missing(self, files: TokenFiles) -> None:
         """Added tokens of tokenizer_config.json that the file lacks; only where the id comes out as they say."""
@@ -118,19 +117,17 @@ class JsonSource:
         Tokens of white space stay. Ids of the remaining added tokens follow from their order, so that one which is not
         in the model's vocabulary is renamed to what no text contains, not left out.
         """
-        document = copy.copy(json.loads(self._library.to_str()))
-        vocabulary = self._library.get_vocab(with_added_tokens=False)
-        added = []
-        for token in document["added_tokens"]:
-            if token["content"].isspace():
-                added.append(token)
-            elif token["content"] not in vocabulary:
-                added.append({**token, "content": f"\U0010ffff{token['id']}\U0010ffff"})
-        document["added_tokens"] = added
-        document["post_processor"] = None
-        document["normalizer"] = _without_prefix(document.get("normalizer"))
-        document["pre_tokenizer"] = _without_prefix(document.get("pre_tokenizer"))
-        return Library.from_str(json.dumps(document))
+        parts = {"normalizer": _state(self._library.normalizer), "pre_tokenizer": _state(self._library.pre_tokenizer)}
+        document = {name: _without_prefix(part) for name, part in parts.items()}
+        document |= {"post_processor": None, "decoder": None}
+        model = {"type": "BPE", "vocab": {}, "merges": []}
+        bare = Library.from_str(json.dumps({"version": "1.0", "added_tokens": [], **document, "model": model}))
+        bare.model = self._library.model
+        for token in self.added:
+            content = token.content if token.is_text else f"\U0010ffff{token.id}\U0010ffff"
+            if token.is_text or bare.token_to_id(token.content) is None:
+                bare.add_tokens([LibraryToken(content, normalized=token.normalized)])
+        return bare
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._library.decode(list(ids), skip_special_tokens=False)
@@ -145,6 +142,12 @@ class JsonSource:
         return index
 
 
+def _state(component: Any) -> dict[str, Any] | None:
+    """A part of the library's pipeline as tokenizer.json writes it."""
+    state: dict[str, Any] | None = None if component is None else json.loads(component.__getstate__())
+    return state
+
+
 def _steps(component: dict[str, Any] | None) -> list[dict[str, Any]]:
     """The parts of a normalizer or pre-tokenizer, which may be a sequence of them."""
     if component is None:
@@ -155,8 +158,8 @@ def _steps(component: dict[str, Any] | None) -> list[dict[str, Any]]:
     return [component]
 
 
-def _prefix(document: dict[str, Any]) -> Prefix:
-    for step in [*_steps(document.get("normalizer")), *_steps(document.get("pre_tokenizer"))]:
+def _prefix(normalizer: dict[str, Any] | None, pre_tokenizer: dict[str, Any] | None) -> Prefix:
+    for step in [*_steps(normalizer), *_steps(pre_tokenizer)]:
         if step["type"] == "Prepend":
             return Prefix("always", step["prepend"])
         if step["type"] == "Metaspace":

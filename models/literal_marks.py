@@ -35,9 +35,11 @@ class LiteralMarks:
         """`text` with marks; the text itself where it has nothing to do with a control token."""
         marked = self.tokenizer.control_pattern.sub(lambda match: f"{self.begin}{match[0]}{self.end}", text)
         tokens = [token.content for token in self.tokenizer.control_tokens]
-        if any(_ends_with_beginning_of(text, token) for token in tokens):
+        longest = max(map(len, tokens), default=0)
+        head, tail = text[:longest][::-1], text[len(text) - min(longest, len(text)) :]
+        if any(_ends_with_beginning_of(tail, token) for token in tokens):
             marked += self.joint
-        if any(_ends_with_beginning_of(text[::-1], token[::-1]) for token in tokens):
+        if any(_ends_with_beginning_of(head, token[::-1]) for token in tokens):
             marked = self.joint + marked
         return marked
 

@@ -10,7 +10,7 @@ from sentencepiece import SentencePieceProcessor
 
 from ..errors import TokenizerError
 from .token_bytes import SPACE, TokenBytes
-from .token_files import AddedToken, TokenFiles
+from .token_files import AddedToken, TokenFiles, refuse_lfs_pointer
 from .token_source import Prefix
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # SentencePiece.Type in sentencepiece_model.proto
@@ -52,9 +52,8 @@ class SentencePieceSource:
         self.prefix = Prefix("first", unless_space=True) if first else Prefix("always")
         if not dummy_prefix:
             self.prefix = Prefix()
-        bos = self._processor.bos_id()
-        self.leading = self.token(bos) if bos >= 0 else None
-        self.end = self.token(self._processor.eos_id()) if self._processor.eos_id() >= 0 else None
+        self.leading = self.token(self._processor.bos_id())  # -1 where there is none
+        self.end = self.token(self._processor.eos_id())
         self.bytes_of: TokenBytes | None = TokenBytes(False, ((SPACE, " "),), True, dummy_prefix)
 
     @staticmethod
@@ -63,8 +62,7 @@ class SentencePieceSource:
             model = path.read_bytes()
         except OSError as error:
             raise TokenizerError(f"{path}: cannot be read ({error})") from error
-        if model.startswith(b"version https://git-lfs"):
-            raise TokenizerError(f"{path}: is a Git LFS pointer, not the file itself; fetch it with `git lfs pull`")
+        refuse_lfs_pointer(model, path)
         if _TIKTOKEN_LINE.match(model):
             raise TokenizerError(
                 f"{path}: is a tiktoken vocabulary (as Llama 3 ships), not a SentencePiece model; "

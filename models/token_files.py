@@ -90,13 +90,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     except (OSError, UnicodeDecodeError) as error:
         raise TokenizerError(f"{path}: cannot be read ({error})") from error
-    return parse_json(text, path)
-
-
-def parse_json(text: str, path: Path) -> dict[str, Any]:
-    """`text` of the file `path` as a JSON object; a Git LFS pointer is recognised and named."""
-    if text.startswith("version https://git-lfs"):
-        raise TokenizerError(f"{path}: is a Git LFS pointer, not the file itself; fetch it with `git lfs pull`")
+    refuse_lfs_pointer(text, path)
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -104,6 +98,12 @@ def parse_json(text: str, path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise TokenizerError(f"{path}: holds a {type(value).__name__}, not a JSON object")
     return value
+
+
+def refuse_lfs_pointer(text: str | bytes, path: Path) -> None:
+    """TokenizerError where a repository was cloned without its large files."""
+    if text[:23] in ("version https://git-lfs", b"version https://git-lfs"):
+        raise TokenizerError(f"{path}: is a Git LFS pointer, not the file itself; fetch it with `git lfs pull`")
 
 
 def _content(token: Any) -> str:

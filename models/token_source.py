@@ -28,13 +28,15 @@ class TokenSource(Protocol):
     """A loaded tokenizer file.
 
     `added` are the tokens found in text first, `size` is the highest id + 1, `leading` the text of the token that the
-    file itself wants in front of every text (BOS), `bytes_of` None where only `decode` knows.
+    file itself wants in front of every text (BOS), `end` its EOS where it names one, `bytes_of` None where only `decode`
+    knows.
     """
 
     added: tuple[AddedToken, ...]
     size: int
     prefix: Prefix
     leading: str | None
+    end: str | None
     bytes_of: TokenBytes | None
 
     def encode(self, text: str) -> list[int] | None:

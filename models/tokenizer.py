@@ -40,10 +40,9 @@ class Tokenizer:
         longest_first = sorted((token.content for token in self.control_tokens), key=lambda text: (-len(text), text))
         self.control_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self.special_tokens = dict(files.roles)
-        if source.leading is not None:
-            self.special_tokens.setdefault("bos_token", source.leading)
-        if isinstance(source, SentencePieceSource) and source.end is not None:
-            self.special_tokens.setdefault("eos_token", source.end)
+        for role, content in (("bos_token", source.leading), ("eos_token", source.end)):
+            if content is not None:
+                self.special_tokens.setdefault(role, content)
         self.bos_id = self._role_id("bos_token")
         self._unknown_id = self._role_id("unk_token")
         add_bos = files.add_bos if files.add_bos is not None else source.leading is not None
