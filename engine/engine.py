@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,9 +22,11 @@ from ..models.tokenizer import Tokenizer
 from ..models.weights import load_decoder, random_decoder
 from .chat import Chat
 from .generation import GenerationConfig, resolve_generation
+from .loading import choose_device, context_limit, generation_defaults, load_tokenizer
+from .memory import available_memory, check_memory, plan_run, weights_of
 from .reply import OnProgress, reply
 from .results import Piece, Progress, Result, TokenLogprobs
-from .runner import Runner
+from .runner import Runner, room_for_reply
 from .sequence import Sequence as TextSequence
 from .text import check_text
 
@@ -56,10 +57,11 @@ class Engine:
         device: torch.device,
         dtype: str | None,
         defaults: dict[str, object],
+        random_weights: bool = False,
     ) -> None:
         self.model_path, self.config, self.tokenizer, self.template = model_path, config, tokenizer, template
         self.cache, self.context, self.chunk, self.device, self.dtype = cache, context, chunk, device, dtype
-        self.defaults = defaults
+        self.defaults, self.random_weights = defaults, random_weights
         self.load_s = 0.0
         self._runner: Runner | None = None
 
@@ -104,7 +106,7 @@ class Engine:
             raise OptionError(f"chunk must be at least 1 token, not {chunk}")
         if dtype is not None and dtype not in DTYPES:
             raise OptionError(f"unknown dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
-        target = _device(device)
+        target = choose_device(device)
         if threads is not None:
             torch.set_num_threads(threads)
         report = _stage_reporter(on_progress)
@@ -117,14 +119,15 @@ class Engine:
         engine = cls(
             path,
             config,
-            tokenizer := _tokenizer(path, config, optional=random_weights),
+            tokenizer := load_tokenizer(path, config, optional=random_weights),
             ChatTemplate.load(path, tokenizer) if tokenizer is not None else None,
             cache=cache,
-            context=_context(context, config),
+            context=context_limit(context, config),
             chunk=chunk,
             device=target,
             dtype=dtype,
-            defaults=_generation_json(path),
+            defaults=generation_defaults(path),
+            random_weights=random_weights,
         )
         if before_weights is not None:
             before_weights(engine)
@@ -135,8 +138,35 @@ class Engine:
             else load_decoder(path, config, device=target, dtype=dtype, on_progress=loading)
         )
         engine._attach(decoder)
+        log.info(
+            "%s: %s weights, computed in %s on %s",
+            path.name,
+            _name(decoder.dtype),
+            _name(decoder.compute_dtype),
+            target,
+        )
         engine.load_s = time.perf_counter() - started
         return engine
+
+    def check_room(self, prompt_tokens: int, config: GenerationConfig | None = None) -> None:
+        """Compare what a one-shot run needs with what there is. Needs no weights, only their headers.
+
+        Raises PromptError if the prompt does not fit the context and MemoryLimit if the run does not fit the memory;
+        near the limit a warning is logged.
+        """
+        wanted = self._generation(config, {}).max_new_tokens or 0
+        weights, stored = weights_of(None if self.random_weights else self.model_path, self.config, self.dtype)
+        plan = plan_run(
+            self.config,
+            self.cache,
+            weights=weights,
+            stored=stored,
+            prompt_tokens=prompt_tokens,
+            new_tokens=room_for_reply(prompt_tokens, wanted, self.context),
+            chunk=self.chunk,
+            device=self.device,
+        )
+        check_memory(plan, available_memory(str(self.device)))
 
     def _attach(self, decoder: Decoder) -> None:
         valid = None if self.tokenizer is None else min(self.tokenizer.vocab_size, self.config.vocab_size)
@@ -288,52 +318,8 @@ def _cache_config(cache: CacheConfig | None, options: dict[str, Any]) -> CacheCo
     return replace(cache, **given) if cache is not None else CacheConfig(**given)
 
 
-def _device(name: str | None) -> torch.device:
-    """The device asked for, or a GPU if there is one."""
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise BackendError(f"unknown device {name!r}: give cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
-        raise BackendError(f"the device {name!r} is not supported: give cpu, cuda or cuda:N")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise BackendError("there is no CUDA device here (or this torch was built without CUDA): use --device cpu")
-    return device
-
-
-def _context(asked: int | None, config: ModelConfig) -> int:
-    if asked is None:
-        return config.max_position_embeddings
-    if asked < 1:
-        raise OptionError(f"context must be at least 1 token, not {asked}")
-    if asked > config.max_position_embeddings:
-        raise OptionError(
-            f"a context of {asked:,} tokens is more than the model's {config.max_position_embeddings:,}: "
-            "stretch it with --rope-scaling KIND:FACTOR, or ask for less"
-        )
-    return asked
-
-
-def _tokenizer(path: Path, config: ModelConfig, *, optional: bool) -> Tokenizer | None:
-    names = ("tokenizer.json", "tokenizer.model", "vocab.json")
-    if optional and not any((path / name).exists() for name in names):
-        return None
-    tokenizer = Tokenizer.load(path)
-    tokenizer.check_vocabulary(config.vocab_size)
-    return tokenizer
-
-
-def _generation_json(path: Path) -> dict[str, object]:
-    file = path / "generation_config.json"
-    if not file.exists():
-        return {}
-    try:
-        loaded = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise OptionError(f"{file} cannot be read: {error}; repair or remove it") from None
-    return loaded if isinstance(loaded, dict) else {}
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _stage_reporter(on_progress: OnProgress | None) -> Callable[[str, int, int], None] | None:

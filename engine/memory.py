@@ -14,7 +14,7 @@ from ..cache.budget import Budget, check_budget, parse_bytes
 from ..cache.config import CacheConfig
 from ..cache.layout import ArenaLayout, arena_bytes, arena_size, budget_within
 from ..cache.policies import PolicyModel, make_policy
-from ..errors import MemoryLimit, WeightsError
+from ..errors import MemoryLimit, OptionError, WeightsError
 from ..models.config import ModelConfig
 from ..models.headers import tensor_headers
 from ..models.parameters import layer_parameters
@@ -119,16 +119,30 @@ def weights_of(folder: Path | None, config: ModelConfig, dtype: str | None) -> t
 
 
 def first_budget(
-    config: ModelConfig, cache: CacheConfig, layout: ArenaLayout, prompt_tokens: int, new_tokens: int
+    config: ModelConfig,
+    cache: CacheConfig,
+    layout: ArenaLayout,
+    prompt_tokens: int,
+    new_tokens: int,
+    *,
+    share: float = 1.0,
 ) -> int | None:
-    """C in tokens for a first prompt of this length; None where the policy keeps everything."""
+    """C in tokens for a first prompt of this length; None where the policy keeps everything.
+
+    Of `kv_memory`, `share` may be used: a conversation reads its turns beside what it holds.
+    """
     model = PolicyModel(config.model_type, config.num_layers, config.hidden_size, config.vocab_size)
     if not make_policy(cache, model, 0).evicts:
+        if cache.decode_policy == "hold":
+            raise OptionError(
+                f"the policy {cache.policy!r} keeps everything, so there is no size to hold: "
+                "use --decode-policy grow, or a policy that evicts"
+            )
         return None
     if cache.kv_memory is not None:
         return budget_within(
             layout,
-            parse_bytes(cache.kv_memory),
+            int(parse_bytes(cache.kv_memory) * share),
             tokens=prompt_tokens,
             new_tokens=new_tokens,
             hold=cache.decode_policy == "hold",

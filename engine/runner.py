@@ -13,16 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..cache.budget import Budget, check_budget, parse_bytes
 from ..cache.config import CacheConfig
-from ..cache.layout import ArenaLayout, ArenaSize, budget_within
+from ..cache.layout import ArenaLayout, ArenaSize
 from ..cache.policies import make_policy
 from ..cache.policies.base import Policy, PolicyModel
-from ..errors import OptionError, PromptError
+from ..errors import PromptError
 from ..models.decoder import Decoder
 from ..models.rope import Rotary
 from . import decode, prefill
 from .generation import GenerationConfig
+from .memory import first_budget
 from .results import TokenLogprobs
 from .sampling import History, choose, log_probabilities
 from .sequence import QueryRing, Sequence
@@ -89,48 +89,16 @@ class Runner:
     def hold(self) -> bool:
         return self.cache.decode_policy == "hold"
 
-    def budget_for(self, prompt_tokens: int, new_tokens: int, *, share: float = 1.0) -> int | None:
-        """C in tokens for a first piece of this length: None where the policy keeps everything.
-
-        Of `kv_memory`, `share` may be used (a conversation needs room for what it holds while it reads a turn).
-        """
-        if not make_policy(self.cache, self.model, 0).evicts:
-            if self.hold:
-                raise OptionError(
-                    f"the policy {self.cache.policy!r} keeps everything, so there is no size to hold: "
-                    "use --decode-policy grow, or a policy that evicts"
-                )
-            return None
-        if self.cache.kv_memory is not None:
-            return budget_within(
-                self.layout,
-                int(parse_bytes(self.cache.kv_memory) * share),
-                tokens=prompt_tokens,
-                new_tokens=new_tokens,
-                hold=self.hold,
-                window=self.cache.window,
-            )
-        budget = Budget.parse(self.cache.budget).tokens(prompt_tokens)
-        check_budget(budget, self.cache.window)
-        return budget
-
     def prepare(self, sequence: Sequence, tokens: int, new_tokens: int, *, share: float = 1.0) -> int:
         """Check that a piece and its reply fit, fix budget and frequencies, and make room. Returns the new-token limit.
 
         Raises PromptError with both numbers if the text is too long, before anything is changed.
         """
         first, total = sequence.total, sequence.total + tokens
-        if tokens < 1:
-            raise PromptError("the prompt is empty: there is no token to read")
-        if total >= self.context:
-            raise PromptError(
-                f"the prompt has {total:,} tokens, but the model's context is {self.context:,} and a reply needs at "
-                "least 1: shorten the prompt, or stretch the context with --rope-scaling KIND:FACTOR"
-            )
-        new_tokens = min(new_tokens, self.context - total)
+        new_tokens = room_for_reply(total if tokens else 0, new_tokens, self.context)
         budget = sequence.budget
         if first == 0 and budget is None:
-            budget = self.budget_for(total, new_tokens, share=share)
+            budget = first_budget(self.decoder.config, self.cache, self.layout, total, new_tokens, share=share)
         rotary = self.rotary(total + new_tokens)
         if sequence.rotary is not None and rotary.key != sequence.rotary.key:
             raise PromptError(
@@ -261,3 +229,15 @@ class Runner:
             result += (chosen - torch.logsumexp(logits, dim=-1)).tolist()
         self.tenancy.arena.clear()
         return result
+
+
+def room_for_reply(total: int, new_tokens: int, context: int) -> int:
+    """How many of `new_tokens` fit behind a text of `total` tokens. Raises PromptError if it is empty or too long."""
+    if total < 1:
+        raise PromptError("the prompt is empty: there is no token to read")
+    if total >= context:
+        raise PromptError(
+            f"the prompt has {total:,} tokens, but the model's context is {context:,} and a reply needs at least 1: "
+            "shorten the prompt, or stretch the context with --rope-scaling KIND:FACTOR"
+        )
+    return min(new_tokens, context - total)
