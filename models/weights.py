@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,7 +55,7 @@ def load_decoder(
     if wanted is None and device.type != "cpu":
         wanted = _majority([header for name, header in parameters.items() if not _is_norm(name)])
     keep_norms = dtype is None
-    loader = _Loader(device)
+    loader = _Loader(device, parameters.values())
     tensors: dict[str, Tensor] = {}
     total, done = sum(header.nbytes for header in parameters.values()), 0
     for name, header in sorted(parameters.items(), key=lambda item: (str(item[1].file), item[1].offset)):
@@ -173,7 +173,7 @@ def _check_tied(embedding: TensorHeader, head: TensorHeader) -> None:
     """A head beside a tied embedding must be its copy."""
     same = embedding.shape == head.shape and embedding.dtype == head.dtype and head.dtype in _STORED
     if same:
-        loader = _Loader(torch.device("cpu"))
+        loader = _Loader(torch.device("cpu"), (embedding, head))
         first, second = (loader.load(header, _STORED[head.dtype]) for header in (embedding, head))
         same = torch.equal(first, second)
     if not same:
@@ -184,24 +184,32 @@ def _check_tied(embedding: TensorHeader, head: TensorHeader) -> None:
 
 
 class _Loader:
-    """Turns headers into tensors on one device; files are mapped once and read in order."""
+    """Turns headers into tensors on one device; each file is mapped once, and what is converted is read through one
+    scratch buffer, so that freed pieces leave no holes in the heap."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, headers: Iterable[TensorHeader]) -> None:
         self.device = device
         self._mapped: dict[Path, Tensor] = {}  # bytes of whole files
+        self._largest = max(header.nbytes for header in headers)
+        self._scratch: Tensor | None = None
 
     def load(self, header: TensorHeader, dtype: torch.dtype) -> Tensor:
         stored = _STORED[header.dtype]
         if dtype == stored and self.device.type == "cpu" and header.offset % stored.itemsize == 0:
             return self._map(header, stored)
         # Read, not mapped: pages of a mapping would stay resident beside the converted copy.
-        data = torch.empty(header.shape, dtype=stored)
+        if self._scratch is None:
+            self._scratch = torch.empty(self._largest, dtype=torch.uint8)
+        data = self._scratch[: header.nbytes]
         with header.file.open("rb") as file:
             file.seek(header.offset)
-            count = file.readinto(data.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+            count = file.readinto(data.numpy())  # type: ignore[arg-type]
         if count != header.nbytes:
             raise WeightsError(f"{header.file} changed while it was read; load the model again")
-        return data.to(self.device).to(dtype)
+        tensor = data.view(stored).view(header.shape)
+        if self.device.type == "cpu":
+            return tensor.to(dtype, copy=True)
+        return tensor.to(self.device).to(dtype)
 
     def _map(self, header: TensorHeader, dtype: torch.dtype) -> Tensor:
         if header.file not in self._mapped:
