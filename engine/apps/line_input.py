@@ -55,14 +55,18 @@ def read_message(lines: LineInput) -> str:
 
 
 def _read_block(lines: LineInput, first: str) -> str:
+    """The lines up to the closing quotes or the end of the input; what the quotes' own lines leave empty is no line."""
     parts = [first]
     while not parts[-1].rstrip().endswith(BLOCK):
         try:
             parts.append(lines.read(CONTINUATION))
         except EOFError:
-            return "\n".join(parts).strip("\n")
-    parts[-1] = parts[-1].rstrip().removesuffix(BLOCK)
-    return "\n".join(parts).strip("\n")
+            break
+    else:
+        parts[-1] = parts[-1].rstrip().removesuffix(BLOCK)
+        if not parts[-1]:
+            parts.pop()
+    return "\n".join(parts[1:] if parts and not parts[0] else parts)
 
 
 def history_file() -> Path:

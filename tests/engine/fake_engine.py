@@ -2,12 +2,15 @@
 
 Texts are their UTF-8 bytes, control tokens are ids above 255. The reply to a message is scripted; a chat keeps its
 history as the real one does: a turn that ends before its first token is dropped, one that is cut later stays.
+
 FAKE_DELAY: seconds a token takes. FAKE_PREFILL: seconds of a prefill. FAKE_TOKENS: the reply's words. FAKE_CONTEXT: the
-model's context. FAKE_MARKS: a file that gets a "p" when a prefill begins and a "t" for each token.
+model's context. FAKE_MARKS: a file that gets a "p" when a prefill begins and a "t" for each token. FAKE_SENT: a file
+that gets all messages of the chat, as JSON. LINE_EDITOR=readline: as if prompt_toolkit were not installed.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -90,7 +93,7 @@ class FakeEngine:
         self.calls.append(("stream", {"ids": ids, "config": config}))
         return self.reply(len(ids), config, on_progress)
 
-    def reply(self, prompt_tokens: int, config: Any, on_progress: Any) -> Iterator[Piece]:
+    def reply(self, prompt_tokens: int, config: Any, on_progress: Any, prefix: str = "") -> Iterator[Piece]:
         try:
             mark("p")
             for step in range(10):
@@ -101,7 +104,7 @@ class FakeEngine:
             for index, word in enumerate(words):
                 time.sleep(self.delay)
                 top = None if config.logprobs is None else tuple((token, -1.5) for token in range(config.logprobs))
-                text = word if index == 0 else " " + word
+                text = prefix + word if index == 0 else " " + word
                 mark("t")
                 yield Piece(text, index, logprob=None if top is None else -0.5, top_logprobs=top)
             stats = Statistics(
@@ -145,10 +148,12 @@ class FakeChat:
         if self.tokens_used + needed >= self.context:
             raise PromptError(f"{self.tokens_used + needed} tokens, but the context is {self.context}")
         self.engine.calls.append(("send", {"text": text, "config": config, "messages": len(self.messages)}))
+        if "FAKE_SENT" in os.environ:
+            sent = [argument["text"] for name, argument in self.engine.calls if name == "send"]
+            Path(os.environ["FAKE_SENT"]).write_text(json.dumps(sent))
         shown: list[str] = []
         try:
-            yield Piece(f"[{len(self.messages)}] ", 7)
-            for piece in self.engine.reply(needed, config, on_progress):
+            for piece in self.engine.reply(needed, config, on_progress, f"[{len(self.messages)}] "):
                 shown.append(piece.text)
                 self.stats = piece.stats
                 yield piece
@@ -159,5 +164,7 @@ class FakeChat:
 
 
 if __name__ == "__main__":
+    if os.environ.get("LINE_EDITOR") == "readline":
+        sys.modules["prompt_toolkit"] = None  # type: ignore[assignment]
     context = int(os.environ.get("FAKE_CONTEXT", "4096"))
     sys.exit(main(sys.argv[1:], FakeEngine(context=context).load))

@@ -1,0 +1,411 @@
+"""The chat at a real terminal (a pty) and from a pipe, with a slow stand-in for the engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cake_infer.engine.apps.line_input import CONTINUATION, PROMPT, read_message
+
+FAKE = Path(__file__).parent / "fake_engine.py"
+CTRL_C, CTRL_D = b"\x03", b"\x04"
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[=>]|\r")
+
+
+class Terminal:
+    """A chat in a pty, whose output is read as it comes."""
+
+    def __init__(self, *argv: str, editor: str, home: Path, **environment: object) -> None:
+        self.master, slave = pty.openpty()
+        settings = {
+            "HOME": home,
+            "XDG_STATE_HOME": home / "state",
+            "TERM": "xterm",
+            "PROMPT_TOOLKIT_NO_CPR": 1,
+            "LINE_EDITOR": editor,
+            **environment,
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, str(FAKE), "chat", *argv],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            preexec_fn=_take_terminal,
+            env={**os.environ, **{name: str(value) for name, value in settings.items()}},
+        )
+        os.close(slave)
+        self.seen = ""
+        self._read_to = 0
+
+    def expect(self, text: str, seconds: float = 20) -> str:
+        """Waits until `text` comes, after what was expected before; returns everything up to its end."""
+        deadline = time.monotonic() + seconds
+        while True:
+            at = self.seen.find(text, self._read_to)
+            if at >= 0:
+                start, self._read_to = self._read_to, at + len(text)
+                return self.seen[start : self._read_to]
+            left = deadline - time.monotonic()
+            assert left > 0, f"{text!r} did not come; the terminal shows:\n{self.seen}"
+            if select.select([self.master], [], [], left)[0]:
+                try:
+                    data = os.read(self.master, 65536)
+                except OSError:  # the other end is closed
+                    data = b""
+                assert data, f"the chat ended before {text!r}:\n{self.seen}"
+                self.seen += ESCAPES.sub("", data.decode("utf-8", "replace"))
+
+    def type(self, data: bytes | str) -> None:
+        os.write(self.master, data.encode() if isinstance(data, str) else data)
+
+    def line(self, text: str) -> None:
+        self.type(text + "\r")
+
+    def interrupt_line(self) -> None:
+        """Ctrl-C at a prompt; again where it strikes just before readline waits, which then does not notice."""
+        for _ in range(10):
+            self.type(CTRL_C)
+            try:
+                self.expect("Ctrl-D", 2)
+                return
+            except AssertionError:
+                continue
+        raise AssertionError(f"Ctrl-C at the prompt had no effect:\n{self.seen}")
+
+    def ready(self) -> None:
+        """Until the next prompt."""
+        self.expect(PROMPT.strip())
+
+    def end(self) -> int:
+        """Ctrl-D, and the exit code."""
+        self.type(CTRL_D)
+        deadline = time.monotonic() + 20
+        while self.process.poll() is None and time.monotonic() < deadline:
+            if select.select([self.master], [], [], 0.05)[0]:
+                try:
+                    self.seen += os.read(self.master, 65536).decode("utf-8", "replace")
+                except OSError:
+                    break
+        return self.process.wait(timeout=20)
+
+
+def _take_terminal() -> None:
+    """In the child: the pty becomes its controlling terminal, so that Ctrl-C is a signal."""
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+EDITORS = ["prompt_toolkit", "readline"]
+
+
+@pytest.fixture(params=EDITORS)
+def chat(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
+    """Opens a chat in a pty, with each of the two line editors."""
+    if request.param == "prompt_toolkit":
+        pytest.importorskip("prompt_toolkit")
+    opened: list[Terminal] = []
+
+    def start(*argv: str, **environment: object) -> Terminal:
+        opened.append(Terminal(*argv, editor=request.param, home=tmp_path, **environment))
+        opened[-1].ready()
+        return opened[-1]
+
+    yield start
+    for terminal in opened:
+        if terminal.process.poll() is None:
+            terminal.process.kill()
+            terminal.process.wait()
+        os.close(terminal.master)
+
+
+def test_ctrl_c_stops_a_reply_and_the_conversation_goes_on(chat: Callable[..., Terminal]) -> None:
+    terminal = chat(FAKE_DELAY=0.2, FAKE_TOKENS="one two three four " * 20)
+    terminal.line("first")
+    terminal.expect("[0] one two three")
+    terminal.type(CTRL_C)
+    terminal.expect("stays in the conversation")
+    terminal.ready()
+    terminal.line("second")
+    # the broken pair counts as two messages: roles alternate
+    terminal.expect("[2] one two")
+    terminal.type(CTRL_C)
+    terminal.expect("stays in the conversation")
+    terminal.ready()
+    terminal.interrupt_line()
+    terminal.ready()
+    terminal.line("third")
+    terminal.expect("[4] one")
+    terminal.type(CTRL_C)
+    terminal.expect("stays in the conversation")
+    terminal.ready()
+    assert terminal.end() == 0
+    assert "Traceback" not in terminal.seen
+
+
+def test_ctrl_c_while_the_message_is_read_drops_it(chat: Callable[..., Terminal]) -> None:
+    terminal = chat(FAKE_PREFILL=1.5)
+    terminal.line("first")
+    terminal.expect("reading")
+    terminal.type(CTRL_C)
+    terminal.expect("the message is dropped")
+    terminal.ready()
+    terminal.line("second")
+    terminal.expect("[0] one", 30)
+    terminal.ready()
+    assert terminal.end() == 0
+    assert "Traceback" not in terminal.seen
+
+
+def test_a_terminal_shows_a_bar_with_time_left_while_a_long_message_is_read(chat: Callable[..., Terminal]) -> None:
+    terminal = chat(FAKE_PREFILL=1.5)
+    terminal.line("first")
+    shown = terminal.expect("left")
+    assert re.search(r"reading  \[#+\.+\] +\d+%  layer \d+/10  \ds left", shown)
+    terminal.expect("[0] one")
+    terminal.ready()
+    terminal.end()
+
+
+def test_quiet_shows_neither_bar_nor_statistics(chat: Callable[..., Terminal]) -> None:
+    terminal = chat("--quiet", FAKE_PREFILL=1)
+    terminal.line("first")
+    shown = terminal.expect("six\n") + terminal.expect(PROMPT.strip())
+    assert "reading" not in shown
+    assert "tok" not in shown
+    terminal.end()
+
+
+def test_commands_answer_at_the_terminal(chat: Callable[..., Terminal], tmp_path: Path) -> None:
+    document = tmp_path / "a document.txt"
+    document.write_text("Das Dokument.\n")
+    terminal = chat("--system", "be kind")
+    terminal.line("/help")
+    for command in ("/help", "/exit", "/clear", "/stats", "/read FILE", "/system TEXT", "/budget N"):
+        terminal.expect(command)
+    terminal.line("/system")
+    terminal.expect("system prompt: be kind")
+    terminal.line(f"/read {document}")
+    terminal.expect("14 characters, 14 tokens")
+    terminal.line("was?")
+    terminal.expect("[0] one two three four five six\n")
+    terminal.expect("prompt 21 tok")
+    terminal.line("/stats")
+    terminal.expect("context: 28 of 4,096 tokens used")
+    terminal.expect("prompt 21 tok")
+    terminal.line("/budget 5")
+    terminal.expect("error: ")
+    terminal.expect("the minimum is 32")
+    terminal.line("/budget 64")
+    terminal.expect("budget: 64 from the next message on")
+    terminal.line("/bugdet 64")
+    terminal.expect("unknown command /bugdet")
+    terminal.line("/read")
+    terminal.expect("needs the name of a file")
+    terminal.line("/system be brief")
+    terminal.expect("system prompt set; a new conversation")
+    terminal.line("again")
+    terminal.expect("[0] one")
+    terminal.line("/exit")
+    assert terminal.process.wait(timeout=20) == 0
+
+
+def test_a_message_may_have_several_lines(chat: Callable[..., Terminal], tmp_path: Path) -> None:
+    terminal = chat(FAKE_SENT=tmp_path / "sent")
+    terminal.line("one \\")
+    terminal.expect(CONTINUATION.strip())
+    terminal.line("two")
+    terminal.expect("[0] one two")
+    terminal.ready()
+    terminal.line('"""')
+    terminal.expect(CONTINUATION.strip())
+    terminal.line("  three")
+    terminal.line("")
+    terminal.line('four"""')
+    terminal.expect("[2] one two")
+    terminal.ready()
+    terminal.line("half \\")
+    terminal.expect(CONTINUATION.strip())
+    terminal.interrupt_line()
+    terminal.ready()
+    terminal.line("//not a command")
+    terminal.expect("[4] one two")
+    terminal.ready()
+    assert terminal.end() == 0
+    assert json.loads((tmp_path / "sent").read_text()) == ["one \ntwo", "  three\n\nfour", "/not a command"]
+
+
+def test_broken_bytes_in_a_line_are_an_error_and_the_chat_goes_on(chat: Callable[..., Terminal]) -> None:
+    terminal = chat()
+    terminal.type(b"abc\xff\xfe def\r")
+    terminal.expect("error: ")
+    terminal.expect("byte")
+    terminal.ready()
+    terminal.line("hello")
+    terminal.expect("[0] one")
+    terminal.ready()
+    assert terminal.end() == 0
+
+
+def test_an_empty_line_asks_again_and_sends_nothing(chat: Callable[..., Terminal], tmp_path: Path) -> None:
+    terminal = chat(FAKE_SENT=tmp_path / "sent")
+    terminal.line("")
+    terminal.ready()
+    terminal.line("   ")
+    terminal.ready()
+    terminal.line("hello")
+    terminal.expect("[0] one")
+    terminal.ready()
+    assert terminal.end() == 0
+    assert json.loads((tmp_path / "sent").read_text()) == ["hello"]
+
+
+# -- from a pipe -------------------------------------------------------------------------------------------------------
+
+
+def piped(text: str | bytes, *argv: str, **environment: object) -> subprocess.CompletedProcess[bytes]:
+    """A chat whose messages come from a pipe."""
+    return subprocess.run(
+        [sys.executable, str(FAKE), "chat", *argv],
+        input=text.encode() if isinstance(text, str) else text,
+        capture_output=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, **{name: str(value) for name, value in environment.items()}},
+    )
+
+
+def test_a_pipe_is_a_message_a_line_and_stdout_has_the_replies_alone() -> None:
+    seen = piped("one\n\ntwo\n", FAKE_TOKENS="yes →")
+    assert (seen.returncode, seen.stdout.decode()) == (0, "[0] yes →\n[2] yes →\n")
+    assert seen.stderr.count(b"\n") == 2
+    assert b"/help" not in seen.stderr
+
+
+def test_a_pipe_with_quiet_has_an_empty_stderr() -> None:
+    assert piped("one\n", "--quiet").stderr == b""
+
+
+def test_a_broken_line_of_a_pipe_is_an_error_with_its_offset_and_the_next_one_is_read() -> None:
+    seen = piped(b"abc\xff\xfe def\nnext\n", FAKE_TOKENS="yes")
+    assert seen.stdout == b"[0] yes\n"
+    assert b"error: " in seen.stderr
+    assert b"3" in seen.stderr.split(b"\n")[0]
+    assert seen.returncode == 1
+
+
+def test_a_conversation_announces_the_limit_refuses_beyond_it_and_goes_on_after_clear() -> None:
+    turn = "x" * 15
+    seen = piped(f"{turn}\n{turn}\n{turn}\n/clear\nhello\n", "--max-tokens", "2", FAKE_CONTEXT=50)
+    notices = seen.stderr.decode().splitlines()
+    assert seen.stdout.decode() == "[0] one two\n[2] one two\n[0] one two\n"
+    nearly = [index for index, line in enumerate(notices) if "context nearly full: 40 of 50" in line]
+    refused = [index for index, line in enumerate(notices) if line.startswith("error: ")]
+    assert len(nearly) == len(refused) == 1
+    assert nearly[0] < refused[0]
+    assert "57" in notices[refused[0]]
+    assert "50" in notices[refused[0]]
+    assert "/clear" in notices[refused[0]]
+
+
+def test_a_refused_turn_is_not_left_in_the_history(tmp_path: Path) -> None:
+    seen = piped(f"hi\n{'x' * 100}\nhi\n/reset\nhi\n", FAKE_CONTEXT=60, FAKE_SENT=tmp_path / "sent")
+    assert [line[:3] for line in seen.stdout.decode().splitlines()] == ["[0]", "[2]", "[0]"]
+    assert json.loads((tmp_path / "sent").read_text()) == ["hi", "hi", "hi"]
+
+
+def test_a_document_is_read_with_the_next_message_and_only_with_it(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("A\n")
+    (tmp_path / "b.txt").write_text("B")
+    commands = f"/read {tmp_path}/a.txt\n/read '{tmp_path}/b.txt'\nwhat?\nand?\n/read {tmp_path}/a.txt\n/clear\nnow?\n"
+    seen = piped(commands, FAKE_SENT=tmp_path / "sent")
+    assert seen.returncode == 0, seen.stderr
+    assert json.loads((tmp_path / "sent").read_text()) == ["A\n\nB\n\nwhat?", "and?", "now?"]
+
+
+def test_a_document_that_does_not_fit_or_is_no_text_is_refused_and_not_attached(tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("x" * 200)
+    (tmp_path / "binary").write_bytes(b"ab\xff")
+    commands = f"/read {tmp_path}/long.txt\n/read {tmp_path}/binary\n/read {tmp_path}/none\n/read -\nhi\n"
+    seen = piped(commands, FAKE_CONTEXT=100, FAKE_SENT=tmp_path / "sent")
+    errors = [line for line in seen.stderr.decode().splitlines() if line.startswith("error: ")]
+    assert len(errors) == 4
+    assert "200" in errors[0]
+    assert "100" in errors[0]
+    assert json.loads((tmp_path / "sent").read_text()) == ["hi"]
+
+
+def test_an_interrupted_pipe_exits_with_130(tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+    process = subprocess.Popen(
+        [sys.executable, str(FAKE), "chat"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "FAKE_DELAY": "0.2", "FAKE_TOKENS": "word " * 100, "FAKE_MARKS": str(marks)},
+    )
+    assert process.stdin is not None
+    process.stdin.write(b"hello\nagain\n")
+    process.stdin.flush()
+    deadline = time.monotonic() + 30
+    while not (marks.exists() and marks.read_text().startswith("ptt")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert out.startswith(b"[0] word word")
+    assert out.count(b"[") == 1
+    assert b"Traceback" not in err
+
+
+# -- lines into messages -----------------------------------------------------------------------------------------------
+
+
+class Lines:
+    """Lines from a list; None is Ctrl-D."""
+
+    interactive = True
+
+    def __init__(self, *lines: str | None) -> None:
+        self.lines = list(lines)
+
+    def read(self, prompt: str) -> str:
+        line = self.lines.pop(0) if self.lines else None
+        if line is None:
+            raise EOFError
+        return line
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["a"], "a"),
+        (["a\\", "b\\", "c"], "a\nb\nc"),
+        (["a\\", None], "a\n"),
+        (['"""a', "b", 'c"""'], "a\nb\nc"),
+        (['"""', "a\\", "", '"""'], "a\\\n"),
+        (['"""one line"""'], "one line"),
+        (['"""', "a", None], "a"),
+        (['say """'], 'say """'),
+    ],
+)
+def test_lines_make_one_message(lines: list[str | None], message: str) -> None:
+    assert read_message(Lines(*lines)) == message
+
+
+def test_the_end_of_the_input_between_messages_is_passed_on() -> None:
+    with pytest.raises(EOFError):
+        read_message(Lines())
