@@ -212,3 +212,119 @@ def write_spm_tokenizer() -> WriteTokenizer:
         _write_tokenizer(folder, tokenizer, vocab_size, chat_template, bos)
 
     return write
+
+
+_GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.o_proj": "attn_output",
+    **{f"self_attn.{kind}_proj": f"attn_{kind}" for kind in "qkv"},
+    **{f"self_attn.{kind}_norm": f"attn_{kind}_norm" for kind in "qk"},
+    **{f"mlp.{kind}_proj": f"ffn_{kind}" for kind in ("gate", "up", "down")},
+}
+
+
+def _gguf_name(name: str) -> str:
+    stem, kind = name.rsplit(".", 1)
+    if stem.startswith("model.layers."):
+        _, _, layer, rest = stem.split(".", 3)
+        return f"blk.{layer}.{_GGUF_NAMES[rest]}.{kind}"
+    return f"{_GGUF_NAMES[stem]}.{kind}"
+
+
+def _adjacent_pairs(rows: Any, heads: int) -> Any:
+    """Row r and row r + half of a head become neighbours: the order in which llama.cpp rotates."""
+    size = rows.shape[0] // heads
+    pairs = [(pair, pair + size // 2) for pair in range(size // 2)]
+    return rows[[head * size + row for head in range(heads) for pair in pairs for row in pair]]
+
+
+@pytest.fixture
+def write_gguf() -> Callable[..., Path]:
+    """A function that writes a checkpoint folder with a byte-level tokenizer as llama.cpp's converter would.
+
+    `write_gguf(path, folder, *, quantisation=None, metadata={}, tensors={})`: `quantisation` ("Q8_0", "Q4_1", "F16")
+    applies to matrices; `metadata` and `tensors` (GGUF names) replace or add entries, `...` leaves one out.
+    """
+    import gguf
+    from safetensors.numpy import load_file
+
+    def write(
+        path: Path,
+        folder: Path,
+        *,
+        quantisation: str | None = None,
+        metadata: dict[str, Any] | None = None,
+        tensors: dict[str, Any] | None = None,
+    ) -> Path:
+        config = json.loads((folder / "config.json").read_text())
+        arch = {"mistral": "llama"}.get(config["model_type"], config["model_type"])
+        tokenizer = json.loads((folder / "tokenizer.json").read_text())
+        special = {token["id"] for token in tokenizer["added_tokens"]}
+        vocab = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].__getitem__)
+        values: dict[str, Any] = {
+            f"{arch}.block_count": config["num_hidden_layers"],
+            f"{arch}.context_length": config["max_position_embeddings"],
+            f"{arch}.embedding_length": config["hidden_size"],
+            f"{arch}.feed_forward_length": config["intermediate_size"],
+            f"{arch}.attention.head_count": config["num_attention_heads"],
+            f"{arch}.attention.head_count_kv": config["num_key_value_heads"],
+            f"{arch}.attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+            f"{arch}.attention.key_length": config["head_dim"],
+            f"{arch}.attention.value_length": config["head_dim"],
+            f"{arch}.rope.freq_base": float(config["rope_theta"]),
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": "gpt-2",
+            "tokenizer.ggml.tokens": vocab,
+            "tokenizer.ggml.token_type": [3 if index in special else 1 for index in range(len(vocab))],
+            "tokenizer.ggml.merges": [" ".join(merge) for merge in tokenizer["model"]["merges"]],
+            "tokenizer.ggml.bos_token_id": 1,
+            "tokenizer.ggml.eos_token_id": 2,
+            **(metadata or {}),
+        }
+        writer = gguf.GGUFWriter(path, arch)
+        for key, value in values.items():
+            if isinstance(value, list):
+                writer.add_array(key, value)
+            elif value is not ...:
+                kinds: dict[type, Any] = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+                kinds.get(type(value), writer.add_string)(key, value)
+        arrays = {}
+        for name, array in load_file(folder / "model.safetensors").items():
+            if arch == "llama" and "q_proj" in name:
+                array = _adjacent_pairs(array, config["num_attention_heads"])
+            if arch == "llama" and "k_proj" in name:
+                array = _adjacent_pairs(array, config["num_key_value_heads"])
+            arrays[_gguf_name(name)] = array + 1 if arch == "gemma" and name.endswith("norm.weight") else array
+        for name, array in (arrays | (tensors or {})).items():
+            if array is ...:
+                continue
+            kind = gguf.GGMLQuantizationType[quantisation if quantisation and array.ndim > 1 else "F32"]
+            writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    return write
+
+
+@pytest.fixture
+def gguf_source(
+    tmp_path: Path, write_checkpoint: Callable[..., Path], write_byte_tokenizer: WriteTokenizer
+) -> Callable[..., Path]:
+    """A function that writes a checkpoint with a tokenizer for `write_gguf` into `tmp_path / "source"`.
+
+    Its keywords are keys of config.json.
+    """
+
+    def make(**overrides: Any) -> Path:
+        folder = write_checkpoint(tmp_path / "source", **overrides)
+        write_byte_tokenizer(folder, 300, bos=False)
+        return folder
+
+    return make
