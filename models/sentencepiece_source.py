@@ -63,18 +63,17 @@ class SentencePieceSource:
         except OSError as error:
             raise TokenizerError(f"{path}: cannot be read ({error})") from error
         refuse_lfs_pointer(model, path)
+        if not model:
+            raise TokenizerError(f"{path}: is empty; download it again")
         if _TIKTOKEN_LINE.match(model):
             raise TokenizerError(
                 f"{path}: is a tiktoken vocabulary (as Llama 3 ships), not a SentencePiece model; "
                 "put the model's tokenizer.json beside it"
             )
         try:
-            source = SentencePieceSource(model, files, prefix_at_start_only=prefix_at_start_only)
+            return SentencePieceSource(model, files, prefix_at_start_only=prefix_at_start_only)
         except (RuntimeError, IndexError, ValueError) as error:
             raise TokenizerError(f"{path}: is not a SentencePiece model ({error}); download it again") from error
-        if source.size == 0:
-            raise TokenizerError(f"{path}: is an empty SentencePiece model; download it again")
-        return source
 
     def encode(self, text: str) -> list[int] | None:
         return None  # sentencepiece knows nothing of added tokens

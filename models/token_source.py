@@ -28,8 +28,8 @@ class TokenSource(Protocol):
     """A loaded tokenizer file.
 
     `added` are the tokens found in text first, `size` is the highest id + 1, `leading` the text of the token that the
-    file itself wants in front of every text (BOS), `end` its EOS where it names one, `bytes_of` None where only `decode`
-    knows.
+    file itself wants in front of every text (BOS), `end` its EOS where it names one. `bytes_of` is None where only
+    `decode` knows.
     """
 
     added: tuple[AddedToken, ...]

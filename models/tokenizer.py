@@ -110,8 +110,9 @@ class Tokenizer:
             at = next((at for at, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
             if at is None:
                 raise
+            offset = len(text[:at].encode("utf-8"))
             raise PromptError(
-                f"the text has a lone surrogate U+{ord(text[at]):04X} at character {at}: it is not valid Unicode"
+                f"the text is not valid Unicode (the lone surrogate U+{ord(text[at]):04X} at byte {offset})"
             ) from error
 
     def _encode_in_parts(self, text: str, literals: Sequence[Span], continues: bool) -> list[int]:
