@@ -112,7 +112,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         raise UnsupportedModel(f"{path} is a git-lfs pointer, not the file itself; run `git lfs pull` in its folder")
     try:
         value = json.loads(data.decode("utf-8-sig"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or a number without end
         raise UnsupportedModel(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise UnsupportedModel(f"{path} holds a JSON {type(value).__name__}; it must hold an object")

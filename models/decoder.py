@@ -75,6 +75,12 @@ class Decoder:
         self.lm_head = lm_head  # [vocab_size, hidden_size]
         self.compute_dtype = compute_dtype
         self.scale = config.head_dim**-0.5
+        to_widen = [
+            sum(tensor.numel() for _, tensor in layer.named_tensors() if tensor.dtype != compute_dtype)
+            for layer in self.layers
+        ]
+        self._ready = tuple(numel == 0 for numel in to_widen)  # layers that are used as they are stored
+        self._buffer_numel = max(to_widen)
         self._buffer: Tensor | None = None
         self._in_buffer: tuple[int, Layer] | None = None
 
@@ -98,7 +104,7 @@ class Decoder:
     @property
     def buffer_nbytes(self) -> int:
         """Bytes the widening buffer takes once it is in use: the largest layer's share that needs widening."""
-        return self._buffer_numel() * self.compute_dtype.itemsize
+        return self._buffer_numel * self.compute_dtype.itemsize
 
     def embed(self, ids: Tensor) -> Tensor:
         """Embeddings [n, hidden_size] of token ids, int64 [n]; the scale is rounded to the compute dtype first, as
@@ -111,13 +117,13 @@ class Decoder:
     def widened(self, index: int) -> Layer:
         """Layer `index` in the compute dtype: itself, or a copy that is valid until another layer is asked for."""
         stored = self.layers[index]
-        if all(tensor.dtype == self.compute_dtype for _, tensor in stored.named_tensors()):
+        if self._ready[index]:
             return stored
         if self._in_buffer is not None and self._in_buffer[0] == index:
             return self._in_buffer[1]
         if self._buffer is None:
             with torch.inference_mode(False):  # an inference tensor could not be written to outside that mode
-                self._buffer = torch.empty(self._buffer_numel(), dtype=self.compute_dtype, device=self.device)
+                self._buffer = torch.empty(self._buffer_numel, dtype=self.compute_dtype, device=self.device)
         self._in_buffer = None
         offset = 0
         wide: dict[str, Tensor] = {}
@@ -188,12 +194,6 @@ class Decoder:
             part = self.lm_head[start : start + rows]
             logits[:, start : start + rows] = F.linear(x, tile[: part.shape[0]].copy_(part))
         return logits
-
-    def _buffer_numel(self) -> int:
-        return max(
-            sum(tensor.numel() for _, tensor in layer.named_tensors() if tensor.dtype != self.compute_dtype)
-            for layer in self.layers
-        )
 
     def _heads(self, projected: Tensor, norm: Tensor | None) -> Tensor:
         """A view [heads, n, head_dim] of a projection [n, heads * head_dim], normed per head where a norm is given."""

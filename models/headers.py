@@ -132,7 +132,7 @@ def _unique_json(text: bytes, path: Path) -> dict[str, Any]:
 
     try:
         value = json.loads(text.decode("utf-8"), object_pairs_hook=pairs)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or a number without end
         raise WeightsError(f"{path} is broken: its header is not valid JSON; download it again") from error
     if not isinstance(value, dict):
         raise WeightsError(f"{path} is broken: its header is not a JSON object; download it again")

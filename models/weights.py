@@ -76,7 +76,7 @@ def random_decoder(
     device. `dtype` defaults to the config's own, else fp32."""
     device = torch.device(device)
     chosen = _dtype(dtype if dtype is not None else config.dtype) or torch.float32
-    # Normal deviates cost 10 ns each; one block of a prime length, repeated, fills 7B parameters in seconds.
+    # Normal deviates cost 10 ns each, a minute for 7B parameters; one block of them, repeated, costs a copy.
     generator = torch.Generator().manual_seed(seed)
     block = torch.randn(_RANDOM_PERIOD, generator=generator).to(device)
     tensors: dict[str, Tensor] = {}

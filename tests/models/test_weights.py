@@ -284,6 +284,8 @@ class TestBrokenFiles:
             (b"{...", "valid JSON"),
             (b"\xff\xff", "valid JSON"),
             (b'{"model.norm.weight": {}, "model.norm.weight": {}}', "twice"),
+            (b'{"model.norm.weight": ' + b"9" * 5000 + b"}", "valid JSON"),
+            (b"[" * 100_000, "valid JSON"),
         ]:
             (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
             self.refused(folder, match)
@@ -453,6 +455,21 @@ class TestDtype:
         assert loaded[norm].dtype == torch.float32
         assert loaded["model.layers.0.input_layernorm.weight"].dtype == torch.bfloat16
         assert load(folder).dtype == torch.bfloat16
+
+    def test_another_device_has_one_dtype_for_matrices_and_the_files_own_for_norms(
+        self, write_checkpoint: WriteCheckpoint, tmp_path: Path
+    ) -> None:
+        folder = write_checkpoint(tmp_path, dtype=torch.bfloat16)
+        norm, matrix = "model.layers.1.input_layernorm.weight", "model.layers.1.mlp.up_proj.weight"
+        edit(folder, lambda tensors: tensors.update({name: tensors[name].float() for name in (norm, matrix)}))
+        decoder = load(folder, device="meta")
+        loaded = by_name(decoder)
+        assert {tensor.device.type for tensor in loaded.values()} == {"meta"}
+        assert {name for name, tensor in loaded.items() if tensor.dtype == torch.float32} == {norm}
+        assert decoder.compute_dtype == torch.bfloat16
+        chosen = load(folder, device="meta", dtype="float16")
+        assert {tensor.dtype for tensor in by_name(chosen).values()} == {torch.float16}
+        assert chosen.compute_dtype == torch.float16
 
     def test_an_unknown_dtype_is_refused(self, write_checkpoint: WriteCheckpoint, tmp_path: Path) -> None:
         folder = write_checkpoint(tmp_path)
