@@ -29,8 +29,8 @@ def resolve_model(
 
     An existing folder wins, then an alias of the registry, then a hub id `org/name`. A model that is complete in the
     cache is taken from there without asking the network; HF_HUB_OFFLINE=1 forbids the network altogether.
-    `before_download(folder, weight bytes)` is called before weights are fetched, with a folder that has config.json
-    (None for the embedded model), and may raise to prevent it.
+    `on_progress` may be called from another thread. `before_download(folder, weight bytes)` is called before weights
+    are fetched, with a folder that has config.json (None for the embedded model), and may raise to prevent it.
 
     Raises ModelNotFound, saying which it is: no such name, repository or revision; gated; not granted; offline and not
     cached; no safetensors. Raises MemoryLimit for too little disk, OptionError for a revision of something that has

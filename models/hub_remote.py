@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 import threading
@@ -142,7 +143,13 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
             f"no model {repo!r} at {hub} ({private}), and no such folder: check the spelling, or see "
             "`cake-infer models`"
         ) from error
+    except (PermissionError, FileExistsError, NotADirectoryError) as error:
+        raise CakeError(
+            f"cannot write to the cache {hub_cache_folder()}: {error.strerror}; set HF_HUB_CACHE"
+        ) from error
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise CakeError(f"cannot write to the cache {hub_cache_folder()}: {error.strerror}") from error
         package = type(error).__module__.split(".")[0]
         if package not in _HTTP_PACKAGES and not isinstance(error, OSError):
             raise

@@ -357,6 +357,15 @@ def test_a_hub_that_cannot_be_reached(fake: FakeHub, monkeypatch: pytest.MonkeyP
     assert "check the connection" in text
 
 
+def test_a_cache_that_cannot_be_written_is_no_matter_of_the_connection(
+    fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.repositories["org/name"] = Repository(WANTED)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "file"))
+    assert f"cannot write to the cache {tmp_path / 'file'}" in _message("org/name")
+
+
 def test_an_unreachable_hub_leaves_the_cache_to_say_what_it_lacks(
     fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
