@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,11 @@ TEMPLATES = {
 KINDS = ("byte", "spm")
 
 
+@cache
+def compiled(name: str, tokenizer: Tokenizer) -> ChatTemplate:
+    return ChatTemplate(TEMPLATES[name], tokenizer)
+
+
 def user(content: str) -> dict[str, str]:
     return {"role": "user", "content": content}
 
@@ -130,7 +136,7 @@ conversations = st.builds(
 @settings(deadline=None, max_examples=20)
 @given(messages=conversations, prompt=st.booleans())
 def test_text_and_ids_are_those_of_apply_chat_template(tokenizers, theirs, kind, name, messages, prompt):
-    tokenizer, template = tokenizers[kind], ChatTemplate(TEMPLATES[name], tokenizers[kind])
+    tokenizer, template = tokenizers[kind], compiled(name, tokenizers[kind])
     options = {"chat_template": TEMPLATES[name], "add_generation_prompt": prompt}
     text = theirs[kind].apply_chat_template(messages, tokenize=False, **options)
     assert template.render(messages, add_generation_prompt=prompt) == text
@@ -340,7 +346,7 @@ hostile = st.lists(
 @settings(deadline=None, max_examples=25)
 @given(texts=st.tuples(hostile, hostile, hostile))
 def test_what_users_write_never_becomes_a_control_token(tokenizers, kind, name, texts):
-    tokenizer, template = tokenizers[kind], ChatTemplate(TEMPLATES[name], tokenizers[kind])
+    tokenizer, template = tokenizers[kind], compiled(name, tokenizers[kind])
     first, reply, second = texts
     harmless = template.encode([user("a"), assistant("b"), user("c")])
     ids = template.encode([user(first), assistant(reply), user(second)])
