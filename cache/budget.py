@@ -7,11 +7,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from itertools import accumulate
 
 from ..errors import BudgetError
 
 DEFAULT_BUDGET = 1024
 
+_LEAST_WEIGHT = 1e-290  # relative to the largest: what is below this cannot be divided by without overflow
 _TOKENS = re.compile(r"[0-9]+")
 _PERCENT = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)\s*%")
 _BYTES = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)\s*([a-z]*)", re.IGNORECASE)
@@ -183,12 +185,14 @@ def _water_level(weights: list[float], caps: list[int], seats: int) -> list[int]
     """Nearly the answer: `min(cap, weight / level)` rounded, with the level at which these sum to `seats`."""
     largest = max(weights)
     scaled = [weight / largest for weight in weights]
-    remaining, weight_left = float(seats), math.fsum(scaled)
-    # Layers fill up in the order of cap / weight as the water rises.
-    for index in sorted(range(len(caps)), key=lambda i: caps[i] / scaled[i] if scaled[i] else math.inf):
-        if caps[index] * weight_left >= remaining * scaled[index]:
+    # Layers fill up in the order of cap / weight as the water rises. Sums from the end, so that the weights of small
+    # layers do not vanish beside a large one that fills up early.
+    order = sorted(range(len(caps)), key=lambda i: caps[i] / scaled[i] if scaled[i] else math.inf)
+    weights_left = list(accumulate(scaled[i] for i in reversed(order)))[::-1]
+    remaining, per_weight = float(seats), 0.0
+    for index, weight_left in zip(order, weights_left, strict=True):
+        per_weight = remaining / max(weight_left, _LEAST_WEIGHT)
+        if caps[index] >= per_weight * scaled[index]:
             break
         remaining -= caps[index]
-        weight_left -= scaled[index]
-    per_weight = remaining / weight_left if weight_left > 0 else 0.0
-    return [min(cap, max(0, int(share * per_weight + 0.5))) for cap, share in zip(caps, scaled, strict=True)]
+    return [int(min(cap, share * per_weight + 0.5)) for cap, share in zip(caps, scaled, strict=True)]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import pytest
+from cake_infer.cache import budget
 from cake_infer.cache.budget import Budget, check_budget, deal_seats, parse_bytes
 from cake_infer.errors import BudgetError
 
@@ -92,6 +93,18 @@ def test_seats_equal_those_of_a_plain_heap_at_the_size_of_real_models() -> None:
         assert deal_seats(preferences, caps, seats) == naive_heap(preferences, caps, seats)
 
 
+def test_the_answer_does_not_depend_on_the_first_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(9)
+
+    def guess(weights: list[float], caps: list[int], seats: int) -> list[int]:
+        return [rng.randint(0, cap) for cap in caps]
+
+    monkeypatch.setattr(budget, "_water_level", guess)
+    for _ in range(1000):
+        preferences, caps, seats = random_case(rng)
+        assert deal_seats(preferences, caps, seats) == naive_heap(preferences, caps, seats)
+
+
 def test_no_share_grows_when_a_layer_is_added_in_10000_cases() -> None:
     assert growths(deal_seats, 10_000) == 0
 
@@ -140,11 +153,16 @@ def test_dealing_a_million_seats_does_not_take_time_per_seat() -> None:
     rng = random.Random(3)
     preferences = [rng.lognormvariate(0, 2) for _ in range(80)]
     start = time.perf_counter()
-    dealt = deal_seats(preferences, [10**9] * 80, 10**9)
-    assert time.perf_counter() - start < 0.5  # a heap of single seats needs many minutes
-    assert sum(dealt) == 10**9
+    dealt = deal_seats(preferences, [10**6] * 80, 10**6)
+    assert sum(dealt) == 10**6
     total = sum(preferences)
-    assert all(abs(share - 10**9 * p / total) < 2 for share, p in zip(dealt, preferences, strict=True))
+    assert all(abs(share - 10**6 * p / total) < 2 for share, p in zip(dealt, preferences, strict=True))
+    # Small layers beside large ones that fill up early.
+    preferences = [10.0**power for power in range(0, -320, -4)]
+    dealt = deal_seats(preferences, [20_000] * 80, 10**6)
+    assert time.perf_counter() - start < 0.5  # a heap of single seats needs seconds
+    assert dealt[:45] == [20_000] * 45
+    assert sum(dealt) == 10**6
 
 
 @pytest.mark.parametrize("value", [1024, "1024", " 1024 ", Budget(count=1024)])

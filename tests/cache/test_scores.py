@@ -144,6 +144,7 @@ SHAPES = {
     "two queries": {"n": 200, "rows": 2},
     "sliding window": {"n": 300, "sliding_window": 90},
     "sliding window at a border of tiles": {"n": 200, "sliding_window": 68},
+    "sliding window with two queries": {"n": 200, "sliding_window": 68, "rows": 2},
     "sliding window below the window": {"n": 100, "sliding_window": 5},
     "sliding window of one": {"n": 100, "sliding_window": 1},
     "sliding window beyond the prompt": {"n": 100, "sliding_window": 1000},
@@ -192,6 +193,21 @@ def test_kept_rows_in_front_of_new_tokens_equal_the_formulas() -> None:
     columns = torch.cat([torch.arange(378, 390), torch.randperm(378, generator=generator)[:90], torch.arange(390, 400)])
     front = replace(view, keys=view.keys[:, columns], positions=view.positions[:, columns])
     assert_equals_rendering(front)
+
+
+@pytest.mark.usefixtures("tile_size")
+def test_a_row_that_begins_one_token_outside_the_sliding_window_equals_the_formulas() -> None:
+    view = make_view(n=300, sliding_window=100)
+    assert_equals_rendering(replace(view, keys=view.keys[:, 199:], positions=view.positions[:, 199:]))
+
+
+@pytest.mark.usefixtures("tile_size")
+def test_hidden_columns_stay_hidden_however_low_the_visible_logits_are() -> None:
+    view = replace(make_view(n=200, sliding_window=90), scale=1.0)
+    view.queries.round_(), view.keys.round_()  # whole numbers: exact in fp32
+    view.queries[..., 0], view.keys[..., 0] = 1000.0, -1000.0
+    assert_equals_rendering(view)
+    assert_equals_rendering(as_any_order(view))
 
 
 @pytest.mark.parametrize("pool", [1, 3, 5, 9])
