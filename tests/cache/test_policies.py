@@ -169,9 +169,10 @@ def test_layers_without_dispersion_or_shift_share_uniformly(case: str) -> None:
     assert lengths == [20, 20, 20]
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_attention_that_is_not_finite_names_the_layer(value: float) -> None:
     view = make_view()
+    view.queries.abs_()  # -inf gives a logit of -inf: the attention is 0, its entropy no number
     view.keys[1, 30, 2] = value
     with pytest.raises(CakeError, match=r"layer 3 is not finite.*--dtype float32"):
         CakePolicy().score(view)
