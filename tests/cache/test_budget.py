@@ -152,7 +152,7 @@ def test_negative_seats_or_caps_and_unequal_lengths_are_refused() -> None:
 def test_dealing_a_million_seats_does_not_take_time_per_seat() -> None:
     rng = random.Random(3)
     preferences = [rng.lognormvariate(0, 2) for _ in range(80)]
-    start = time.perf_counter()
+    start = time.process_time()
     dealt = deal_seats(preferences, [10**6] * 80, 10**6)
     assert sum(dealt) == 10**6
     total = sum(preferences)
@@ -160,7 +160,7 @@ def test_dealing_a_million_seats_does_not_take_time_per_seat() -> None:
     # Small layers beside large ones that fill up early.
     preferences = [10.0**power for power in range(0, -320, -4)]
     dealt = deal_seats(preferences, [20_000] * 80, 10**6)
-    assert time.perf_counter() - start < 0.5  # a heap of single seats needs seconds
+    assert time.process_time() - start < 0.5  # a heap of single seats needs seconds
     assert dealt[:45] == [20_000] * 45
     assert sum(dealt) == 10**6
 

@@ -376,6 +376,7 @@ def test_no_more_than_two_arrays_of_query_rows_by_columns_are_alive(
     tile_floats: int, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scores, "_TILE_FLOATS", tile_floats)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # tiles grow with the threads
     view = make_view(heads=12, kv_heads=4, n=2000, rows=32, window=32)
     if order == "any order":
         view = as_any_order(view)
