@@ -18,9 +18,10 @@ DESCRIPTION = """\
 Read a long document, keep what matters of it in a cache of fixed size, and answer. Without a command: one reply to a
 prompt (--prompt, --prompt-file or standard input), or a chat where there is none and a terminal."""
 
-EPILOG = """\
-Exit codes: 0; 1 an error, in one line on standard error; 2 a wrong command line; 130 interrupted; 141 the reader of
-standard output went away. Standard output has the generated text and nothing else."""
+EXIT_CODES = (
+    "0; 1 an error, in one line on standard error; 2 a wrong command line; 130 interrupted; "
+    "141 the reader of standard output went away."
+)
 
 # name -> (module in engine.apps, what it does); the one-shot command has no name
 COMMANDS = {
@@ -52,7 +53,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
             prog="cake-infer",
             usage="cake-infer [command] [flags]",
             description=f"{DESCRIPTION}\n\ncommands (each has its own --help):\n{listing}",
-            epilog=EPILOG,
+            epilog=f"Exit codes: {EXIT_CODES}\nStandard output has the generated text and nothing else.",
         )
         parser.add_argument("--version", action="version", version=f"cake-infer {__version__}")
     else:

@@ -1,9 +1,8 @@
-"""What a run needs in memory, worked out from shapes alone, and what this machine has."""
+"""What a run needs in memory, worked out from shapes alone, and whether there is as much."""
 
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,14 +14,17 @@ from ..cache.config import CacheConfig
 from ..cache.layout import ArenaLayout, arena_bytes, arena_size, budget_within
 from ..cache.policies import PolicyModel, make_policy
 from ..errors import MemoryLimit, OptionError, WeightsError
-from ..models.config import ModelConfig
+from ..models.config import ModelConfig, read_config
 from ..models.headers import tensor_headers
 from ..models.parameters import layer_parameters
 from ..models.weights import DTYPES, weight_bytes
+from .available import Available, available_memory
 
 log = logging.getLogger(__name__)
 
 FP32 = 4
+# floats in a tile of the statistics' logits, per thread (cache/scores.py)
+STATISTICS_TILE = 1 << 17
 # a run that takes more than this share of what is free is announced
 NEAR_LIMIT = 0.9
 
@@ -32,7 +34,8 @@ class Plan:
     """Bytes that a run holds at its peak, and the tokens they follow from.
 
     budget: tokens per layer and KV head; None where nothing is ever evicted.
-    arena: all keys and values with their bookkeeping, of which `kept` outlive the prefill (before room for the reply).
+    arena: all keys and values with their bookkeeping: what is `kept` beside the `staging` of one layer while the prompt
+    is read, or afterwards what is kept and room for the reply, whichever is more.
     hidden: one vector per prompt token. widened: one layer's weights in the compute dtype, 0 where they are stored in
     it. chunk: everything that follows from the chunk, the window and the rope.
     """
@@ -43,6 +46,7 @@ class Plan:
     weights: int
     arena: int
     kept: int
+    staging: int
     hidden: int
     widened: int
     chunk: int
@@ -96,9 +100,12 @@ def plan_run(
         weights=weights,
         arena=arena_bytes(layout, size),
         kept=size.kept * layout.kept_slot_bytes,
+        staging=size.staging * (2 * layout.head_dim * compute_dtype.itemsize + 8),
         hidden=prompt_tokens * config.hidden_size * item,
         widened=layer_elements(config) * item if stored != compute_dtype else 0,
-        chunk=working_bytes(config, cache, prompt_tokens, min(chunk, prompt_tokens), item, evicting),
+        chunk=working_bytes(
+            config, cache, layout, budget=budget, prompt_tokens=prompt_tokens, chunk=min(chunk, prompt_tokens)
+        ),
     )
 
 
@@ -157,45 +164,34 @@ def layer_elements(config: ModelConfig) -> int:
 
 
 def working_bytes(
-    config: ModelConfig, cache: CacheConfig, prompt_tokens: int, chunk: int, item: int, evicting: bool
+    config: ModelConfig,
+    cache: CacheConfig,
+    layout: ArenaLayout,
+    *,
+    budget: int | None,
+    prompt_tokens: int,
+    chunk: int,
 ) -> int:
     """Bytes of one chunk's arrays or of one layer's statistics, whichever is more, and of what lives beside both."""
-    queries = config.num_heads * config.head_dim
+    item, queries = layout.staging_dtype.itemsize, config.num_heads * config.head_dim
     # normed input twice, queries and attention, gate and up: what is alive at the end of a chunk
     mlp = chunk * (2 * config.hidden_size + 2 * queries + 2 * config.intermediate_size) * item
     # normed input, queries, both parts of the attention and their mix
     attention = chunk * (config.hidden_size + 4 * queries) * item
-    rope = prompt_tokens * config.head_dim * FP32
-    ids = prompt_tokens * 8
-    if not evicting:
-        return max(mlp, attention) + rope + ids
-    window = min(cache.window, prompt_tokens)
-    group_rows = config.num_heads // config.num_kv_heads * window
-    statistics = group_rows * prompt_tokens * FP32 + config.num_kv_heads * prompt_tokens * (FP32 + 8)
-    ring = config.num_layers * window * queries * item
-    return max(mlp, attention, statistics) + rope + ids + ring + BOUNCE_BYTES
-
-
-@dataclass(frozen=True)
-class Available:
-    """Bytes that can still be had, and who sets the limit."""
-
-    bytes: int
-    limit: str
-
-
-def available_memory(device: str = "cpu", root: Path = Path("/")) -> Available | None:
-    """What can be allocated now on a device; None where the system does not say. `root` is for tests.
-
-    On a CPU the least of the machine's free memory (page cache counts as free) and of what every control group above
-    this process (container, service) still allows; on a GPU its free memory.
-    """
-    if torch.device(device).type == "cuda":
-        free, _ = torch.cuda.mem_get_info(torch.device(device))
-        return Available(free, "the GPU")
-    limits = [Available(free, "this machine") for free in _machine_free(root)]
-    limits += [Available(free, "this container (its cgroup)") for free in _cgroup_free(root)]
-    return min(limits, key=lambda limit: limit.bytes, default=None)
+    tables = prompt_tokens * (config.head_dim * FP32 + 8)  # cosines, sines and ids
+    if budget is None:
+        return max(mlp, attention) + tables
+    tables += config.num_layers * cache.window * queries * item  # the queries that vote
+    if prompt_tokens <= budget:
+        return max(mlp, attention) + tables
+    window, group = min(cache.window, prompt_tokens), config.num_heads // config.num_kv_heads
+    attended = group * window * prompt_tokens
+    # one array of the window's attention and a tile of logits, the scores, and a few rows of sums
+    tile = min(attended, STATISTICS_TILE * torch.get_num_threads())
+    statistics = (attended + tile + (config.num_kv_heads + 6 * group) * prompt_tokens) * FP32
+    # the bounce buffer grows to the longest layer that is moved: some layers keep about twice the mean
+    bounce = min(BOUNCE_BYTES, 2 * budget * layout.num_kv_heads * layout.head_dim * layout.kv_dtype.itemsize)
+    return max(mlp, attention, statistics) + tables + bounce
 
 
 def check_memory(plan: Plan, available: Available | None) -> None:
@@ -213,62 +209,39 @@ def check_memory(plan: Plan, available: Available | None) -> None:
     )
 
 
+def check_download(
+    folder: Path | None,
+    nbytes: int,
+    cache: CacheConfig,
+    *,
+    dtype: str | None,
+    chunk: int,
+    device: torch.device | str = "cpu",
+) -> None:
+    """`check_memory` before `nbytes` of weights are fetched, for a prompt of one chunk: nobody knows the prompt yet.
+
+    `folder` has the config.json; None where only the size is known.
+    """
+    if folder is None:
+        plan = Plan(0, 0, None, weights=nbytes, arena=0, kept=0, staging=0, hidden=0, widened=0, chunk=0)
+    else:
+        config = read_config(folder)
+        weights, stored = weights_of(None, config, dtype)
+        plan = plan_run(
+            config,
+            cache,
+            weights=weights if dtype else nbytes,
+            stored=stored,
+            prompt_tokens=chunk,
+            new_tokens=1,
+            chunk=chunk,
+            device=device,
+        )
+    check_memory(plan, available_memory(str(device)))
+
+
 def size_text(count: int) -> str:
     """`812 KiB`, `31.4 MiB`, `14.50 GiB`."""
     if count < 1 << 20:
         return f"{count / (1 << 10):,.0f} KiB"
     return f"{count / (1 << 20):,.1f} MiB" if count < 1 << 30 else f"{count / (1 << 30):,.2f} GiB"
-
-
-def _machine_free(root: Path) -> list[int]:
-    """MemAvailable of /proc/meminfo, else (no Linux) the physical memory."""
-    try:
-        for line in (root / "proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return [int(line.split()[1]) * 1024]
-    except OSError:
-        pass
-    try:
-        return [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    except (OSError, ValueError, AttributeError):
-        return []
-
-
-def _cgroup_free(root: Path) -> list[int]:
-    """What each memory control group of this process, version 1 or 2, and each one above it still allows."""
-    free: list[int] = []
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return free
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
-        if number == "0":
-            top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            top = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        group = top / path.lstrip("/")
-        # inside a container the path may be the host's: then only the top is there, and it is the container's own
-        for folder in [group, *group.parents]:
-            if not folder.is_relative_to(top):
-                break
-            room = _group_free(folder, *names)
-            if room is not None:
-                free.append(room)
-    return free
-
-
-def _group_free(folder: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:
-    """Limit minus usage of one group, its droppable page cache counted as free; None without a limit."""
-    try:
-        limit = (folder / limit_name).read_text().strip()
-        usage = int((folder / usage_name).read_text())
-        cached = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return None
-    if limit == "max" or int(limit) >= 1 << 60:  # version 1 writes a huge number for none
-        return None
-    return max(0, int(limit) - usage + int(cached.get(cache_name, 0)))

@@ -21,17 +21,19 @@ Load = Callable[..., "Engine"]
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, skip: tuple[str, ...] = ()) -> None:
-    """Which model, how it is run, and what its cache may hold; `skip` names fields of EngineOptions to leave out."""
+    """Which model, how it is run, and what its cache may hold; `skip` names fields that a command has no use for."""
     model = parser.add_argument_group("model")
     model.add_argument(
-        "--model", metavar="NAME", help=f"a folder, an alias or a hub id (default {DEFAULT_MODEL}); see `models`"
+        "--model",
+        metavar="NAME",
+        help=f"a folder, an alias or a hub id (default {DEFAULT_MODEL}); see `cake-infer models`",
     )
     model.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub model")
     model.add_argument(
         "--random-weights", metavar="CONFIG", help="random values in the shapes of this config.json (or its folder)"
     )
     add_flags(model, EngineOptions, ENGINE_FLAGS, skip)
-    add_flags(parser.add_argument_group("cache"), CacheConfig, CACHE_FLAGS)
+    add_flags(parser.add_argument_group("cache"), CacheConfig, CACHE_FLAGS, skip)
 
 
 def add_generation_arguments(parser: argparse.ArgumentParser, skip: tuple[str, ...] = ()) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...cache.config import CacheConfig
-from ...errors import PromptError
+from ...errors import ModelNotFound, PromptError
 from ..generation import DEFAULT_MAX_NEW_TOKENS, GenerationConfig
 from ..options import GENERATION_FLAGS, EngineOptions, add_flags, from_args, positive_count
 from .console import Console
@@ -24,6 +24,8 @@ DEFAULT_PROMPT_TOKENS = 8192
 ROWS = (
     ("weights", "weights"),
     ("KV arena", "arena"),
+    ("  kept rows", "kept"),
+    ("  one layer, staged", "staging"),
     ("hidden states", "hidden"),
     ("one layer, widened", "widened"),
     ("one chunk and tables", "chunk"),
@@ -41,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     others = tuple(name for name in GENERATION_FLAGS if name != "max_new_tokens")
     add_flags(length, GenerationConfig, GENERATION_FLAGS, skip=others)
-    add_model_arguments(parser, skip=("threads", "attention"))
+    add_model_arguments(parser, skip=("threads", "attention", "tau1", "tau2", "gamma"))
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
 
@@ -56,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     cache, options = from_args(CacheConfig, args), from_args(EngineOptions, args)
     new_tokens = from_args(GenerationConfig, args).max_new_tokens
     from ...models.config import read_config, with_rope_scaling
-    from ..engine import choose_device, context_limit
+    from ..loading import choose_device, context_limit
     from ..memory import available_memory, plan_run, weights_of
 
     device = choose_device(options.device)
@@ -91,15 +93,29 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def find_config(args: argparse.Namespace) -> Path:
-    """The folder with config.json; of a hub model the small files are fetched, never the weights."""
-    if args.random_weights is not None:
-        path = Path(args.random_weights)
-        return path.parent if path.is_file() else path
-    from ...models.hub import resolve_config
+class ConfigOnly(Exception):
+    """Raised where a download would begin: the config is there, and the weights are not wanted."""
 
-    folder, _ = resolve_config(args.model or DEFAULT_MODEL, revision=args.revision)
-    return Path(folder)
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+
+
+def find_config(args: argparse.Namespace) -> Path:
+    """The folder (or file) with the config; of a hub model the small files are fetched, never the weights."""
+    if args.random_weights is not None:
+        return Path(args.random_weights)
+    from ...models.hub import resolve_model
+
+    def stop(folder: Path | None, nbytes: int) -> None:
+        raise ConfigOnly(folder)
+
+    name = args.model or DEFAULT_MODEL
+    try:
+        return resolve_model(name, revision=args.revision, before_download=stop)
+    except ConfigOnly as found:
+        if found.folder is None:
+            raise ModelNotFound(f"{name} is not on this machine, and its config comes with it: run it once") from None
+        return found.folder
 
 
 def lengths(context: int, prompt_tokens: int | None, new_tokens: int | None) -> tuple[int, int]:

@@ -37,6 +37,9 @@ HELP = r"""/help            this text
 A line that ends with \ goes on in the next one; a line with only three quotes begins and ends a longer text.
 Ctrl-C stops a reply. A message that begins with / is written with //."""
 
+# the turn, in tokens, for which memory is checked before weights are read
+NOMINAL_TURN = 2048
+
 # share of the context from which on every turn says how much is left
 NEARLY_FULL = 0.8
 
@@ -68,6 +71,7 @@ def talk(args: argparse.Namespace, console: Console, load: Load | None = None) -
         if engine.tokenizer is None or engine.template is None:
             missing = "tokenizer" if engine.tokenizer is None else "chat template"
             raise PromptError(f"this model has no {missing}, so it cannot chat: give a prompt with --raw --prompt TEXT")
+        engine.check_room(max(1, min(NOMINAL_TURN, engine.context // 2)), generation)
 
     with open_engine(args, console, load, before_weights) as engine:
         return Repl(engine, console, open_line_input(), generation, system).run()
