@@ -26,7 +26,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, skip: tuple[str, ...] =
     model.add_argument(
         "--model",
         metavar="NAME",
-        help=f"a folder, an alias or a hub id (default {DEFAULT_MODEL}); see `cake-infer models`",
+        help=f"a folder, an alias or a hub id (default {DEFAULT_MODEL}); see `models`",
     )
     model.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub model")
     model.add_argument(

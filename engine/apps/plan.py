@@ -103,7 +103,8 @@ class ConfigOnly(Exception):
 def find_config(args: argparse.Namespace) -> Path:
     """The folder (or file) with the config; of a hub model the small files are fetched, never the weights."""
     if args.random_weights is not None:
-        return Path(args.random_weights)
+        path = Path(args.random_weights)
+        return path.parent if path.name == "config.json" else path
     from ...models.hub import resolve_model
 
     def stop(folder: Path | None, nbytes: int) -> None:

@@ -1,0 +1,431 @@
+"""The plan's figures against what is really alive, and memory limits that are met before weights are read."""
+
+from __future__ import annotations
+
+import json
+import logging
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cake_infer import cli
+from cake_infer.cache.config import CacheConfig
+from cake_infer.engine import memory
+from cake_infer.engine.available import Available, available_memory
+from cake_infer.engine.engine import Engine
+from cake_infer.engine.memory import check_download, check_memory, plan_run, size_text, weights_of
+from cake_infer.errors import BudgetError, MemoryLimit
+from cake_infer.models.config import read_config
+from cake_infer.models.weights import load_decoder
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+# wide enough that every term of the plan counts, small enough for a second
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+}
+MIB = 1 << 20
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes of tensors that were alive at once, of those made while the mode is on. Views count once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._now = 0
+        self._holders: dict[int, list[int]] = {}  # storage -> [living tensors, bytes]
+        self._watched: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {value.untyped_storage().data_ptr() for value in tree_iter(args) if isinstance(value, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for value in tree_iter(out):
+            if isinstance(value, torch.Tensor):
+                self._see(value, before)
+        return out
+
+    def _see(self, tensor: torch.Tensor, before: set[int]) -> None:
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        is_old = address in before and address not in self._holders  # a view of a weight
+        if is_old or not address or id(tensor) in self._watched:
+            return
+        if address not in self._holders:
+            self._holders[address] = [0, storage.nbytes()]
+            self._now += storage.nbytes()
+            self.peak = max(self.peak, self._now)
+        self._holders[address][0] += 1
+        self._watched[id(tensor)] = weakref.ref(tensor, self._dropper(id(tensor), address))
+
+    def _dropper(self, key: int, address: int) -> Callable[[object], None]:
+        def drop(_: object) -> None:
+            del self._watched[key]
+            holder = self._holders[address]
+            holder[0] -= 1
+            if not holder[0]:
+                self._now -= holder[1]
+                del self._holders[address]
+
+        return drop
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Writes a config alone: the weights are random."""
+
+    def write(**overrides: Any) -> Path:
+        folder = tmp_path_factory.mktemp("model")
+        config = {
+            "model_type": "llama",
+            "vocab_size": 320,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "hidden_act": "silu",
+            "torch_dtype": "bfloat16",
+            **SHAPE,
+            **overrides,
+        }
+        name = {"qwen3": "Qwen3"}.get(config["model_type"], config["model_type"].capitalize())
+        config.setdefault("architectures", [f"{name}ForCausalLM"])
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    return write
+
+
+def planned(engine: Engine, prompt_tokens: int, new_tokens: int) -> memory.Plan:
+    weights, stored = weights_of(None, engine.config, engine.dtype)
+    return plan_run(
+        engine.config,
+        engine.cache,
+        weights=weights,
+        stored=stored,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        chunk=engine.chunk,
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "chunk", "dtype", "overrides", "cache"),
+    [
+        (1500, 128, "bfloat16", {}, CacheConfig(budget=256)),
+        (1500, 512, "bfloat16", {}, CacheConfig(budget=256)),
+        (3000, 128, "bfloat16", {}, CacheConfig(budget=256)),
+        (1500, 16, "bfloat16", {}, CacheConfig(budget=64)),
+        (1500, 128, "float32", {}, CacheConfig(budget=256)),
+        (1500, 128, "bfloat16", {}, CacheConfig(budget=2000)),
+        (1500, 128, "bfloat16", {}, CacheConfig(policy="full")),
+        (1500, 128, "bfloat16", {}, CacheConfig(budget=256, kv_dtype="bfloat16")),
+        (1500, 128, "bfloat16", {}, CacheConfig(budget=256, decode_policy="hold")),
+        (1500, 128, "bfloat16", {}, CacheConfig(kv_memory="2MiB")),
+        (1500, 128, "bfloat16", {}, CacheConfig(budget="10%", window=64)),
+        (1500, 128, "bfloat16", {"model_type": "qwen3"}, CacheConfig(budget=256)),
+        (1500, 128, "bfloat16", {"model_type": "mistral", "sliding_window": 400}, CacheConfig(budget=256)),
+    ],
+)
+def test_the_plan_is_within_5_percent_of_what_is_alive_at_the_peak(
+    prompt_tokens: int,
+    chunk: int,
+    dtype: str,
+    overrides: dict[str, Any],
+    cache: CacheConfig,
+    checkpoint: Callable[..., Path],
+) -> None:
+    ids = torch.randint(320, (prompt_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
+    with Engine.load(checkpoint(**overrides), random_weights=True, dtype=dtype, chunk=chunk, cache=cache) as engine:
+        with LiveBytes() as live:
+            engine.generate(ids=ids, max_new_tokens=4)
+        plan = planned(engine, prompt_tokens, 4)
+        assert plan.arena == engine.runner.tenancy.arena.nbytes
+        assert plan.weights == engine.runner.decoder.nbytes
+    assert live.peak == pytest.approx(plan.arena + plan.transient, rel=0.05)
+
+
+def test_the_plan_takes_the_weights_from_the_headers_of_the_files(
+    write_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = write_checkpoint(tmp_path / "m", dtype=torch.float16, torch_dtype="float32", shards=2)
+    config = read_config(folder)
+    nbytes = load_decoder(folder, config).nbytes
+    assert weights_of(folder, config, None) == (nbytes, torch.float16)
+    assert weights_of(folder, config, "float32") == (2 * nbytes, torch.float32)
+    assert weights_of(None, config, None) == (2 * nbytes, torch.float32), "the config alone says float32"
+
+
+def test_a_budget_below_the_window_cannot_be_planned(checkpoint: Callable[..., Path]) -> None:
+    config = read_config(checkpoint())
+    cache = CacheConfig(budget="1%")
+    with pytest.raises(BudgetError, match="32"):
+        plan_run(
+            config, cache, weights=1, stored=torch.bfloat16, prompt_tokens=1000, new_tokens=1, chunk=512, device="cpu"
+        )
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(write_checkpoint: Callable[..., Path], write_byte_tokenizer: Callable[..., None], tmp_path: Path) -> Path:
+    """A small model with a tokenizer and a chat template."""
+    path = write_checkpoint(tmp_path / "model", dtype=torch.bfloat16, eos_token_id=319, max_position_embeddings=2048)
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    write_byte_tokenizer(path, 300, chat_template=template)
+    return path
+
+
+@pytest.fixture
+def plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+    """Runs `plan --json` on a small model, or on whatever --model or --random-weights names."""
+
+    def go(*argv: str) -> dict[str, Any]:
+        named = {"--model", "--random-weights"} & set(argv)
+        code = cli.main(["plan", "--json", *([] if named else ["--model", str(folder)]), *argv])
+        captured = capsys.readouterr()
+        assert code == 0, captured.err
+        found: dict[str, Any] = json.loads(captured.out)
+        return found
+
+    return go
+
+
+# flag -> (arguments, the figures that must change, others stay)
+FLAGS: dict[str, tuple[list[str], set[str]]] = {
+    "--prompt-tokens": (["--prompt-tokens", "700"], {"prompt_tokens", "arena", "staging", "hidden", "chunk"}),
+    "--max-tokens": (["--max-tokens", "9"], {"new_tokens", "prompt_tokens", "hidden"}),
+    "--dtype": (["--dtype", "float32"], {"weights", "widened", "transient", "total"}),
+    "--context": (["--context", "1000"], {"context", "prompt_tokens", "hidden"}),
+    "--rope-scaling": (["--rope-scaling", "linear:2"], {"context", "prompt_tokens", "hidden"}),
+    "--chunk": (["--chunk", "1400"], {"chunk", "transient", "total"}),
+    "--budget": (["--budget", "100"], {"budget", "arena", "kept", "chunk", "transient", "total"}),
+    "--kv-memory": (["--kv-memory", "1MiB"], {"budget", "arena", "kept", "chunk", "transient", "total"}),
+    "--policy": (["--policy", "full"], {"budget", "arena", "kept", "chunk", "transient", "total"}),
+    "--window": (["--window", "16"], {"chunk", "transient", "total"}),
+    "--decode-policy": (["--decode-policy", "hold"], {"arena", "total"}),
+    "--kv-dtype": (["--kv-dtype", "bfloat16"], {"arena", "kept", "chunk", "transient", "total"}),
+}
+EVERYTHING_ELSE = {"--model", "--revision", "--random-weights", "--device", "--json"}
+
+
+def test_every_flag_of_plan_is_looked_at() -> None:
+    actions = cli.build_parser("plan")._actions
+    assert {name for action in actions for name in action.option_strings} - {"-h", "--help"} == (
+        set(FLAGS) | EVERYTHING_ELSE
+    )
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_a_flag_of_plan_changes_the_figures_it_is_about(flag: str, plan: Callable[..., dict[str, Any]]) -> None:
+    arguments, expected = FLAGS[flag]
+    # long enough for the statistics and the budget to count in every figure
+    base = [] if flag in ("--max-tokens", "--context", "--rope-scaling") else ["--prompt-tokens", "1500"]
+    with_flag, without = plan(*arguments) if flag == "--prompt-tokens" else plan(*base, *arguments), plan(*base)
+    changed = {name for name in without if without[name] != with_flag[name]} - {"available", "full_cache"}
+    assert expected <= changed
+    if "prompt_tokens" not in expected:
+        assert changed == expected
+
+
+def test_plan_of_a_model_a_revision_and_a_device(
+    plan: Callable[..., dict[str, Any]],
+    folder: Path,
+    checkpoint: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    wide = checkpoint()
+    assert plan("--model", str(folder))["weights"] < plan("--random-weights", str(wide))["weights"]
+    assert (
+        plan("--random-weights", str(wide / "config.json"))["weights"] == plan("--random-weights", str(wide))["weights"]
+    )
+    assert cli.main(["plan", "--model", str(folder), "--revision", "main"]) == 1
+    assert "revision" in capsys.readouterr().err
+    assert cli.main(["plan", "--model", str(folder), "--device", "tpu"]) == 1
+    assert "tpu" in capsys.readouterr().err
+
+
+def test_plan_shows_a_table_that_compares_with_the_full_cache(
+    folder: Path, capsys: pytest.CaptureFixture[str], plan: Callable[..., dict[str, Any]]
+) -> None:
+    figures = plan("--prompt-tokens", "1500", "--budget", "128")
+    assert cli.main(["plan", "--model", str(folder), "--prompt-tokens", "1500", "--budget", "128"]) == 0
+    shown = capsys.readouterr().out
+    assert "1,500 tokens" in shown
+    assert "budget 128" in shown
+    row = next(line for line in shown.splitlines() if line.startswith("KV arena"))
+    assert row.split("  ")[-1].strip() == size_text(figures["full_cache"]["arena"])
+    assert size_text(figures["arena"]) in row
+    assert figures["full_cache"]["arena"] > 3 * figures["arena"]
+    assert figures["total"] == sum(figures[name] for name in ("weights", "arena", "hidden", "widened", "chunk"))
+
+
+def test_plan_reads_no_weights(
+    plan: Callable[..., dict[str, Any]], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With every weight gone but its header, the figures are the same."""
+    before = plan("--prompt-tokens", "100")
+    monkeypatch.setattr(torch, "from_file", None)
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", None)
+    file = folder / "model.safetensors"
+    size = file.stat().st_size
+    header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    with file.open("r+b") as opened:
+        opened.truncate(header)
+        opened.truncate(size)  # a hole where the weights were
+    after = plan("--prompt-tokens", "100")
+    assert {**before, "available": 0} == {**after, "available": 0}
+
+
+def test_a_prompt_that_does_not_fit_the_context_is_refused_with_both_numbers(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", "--model", str(folder), "--prompt-tokens", "3000"]) == 1
+    shown = capsys.readouterr().err
+    assert "3,000" in shown
+    assert "2,048" in shown
+
+
+def test_the_default_prompt_leaves_room_for_the_reply(plan: Callable[..., dict[str, Any]]) -> None:
+    figures = plan()
+    assert (figures["context"], figures["prompt_tokens"], figures["new_tokens"]) == (2048, 1536, 512)
+
+
+# -- what there is -----------------------------------------------------------------------------------------------------
+
+
+def machine(root: Path, *, free_kib: int, cgroup: str = "", **groups: str) -> Path:
+    """A root folder as Linux has it; `groups` are files under sys/fs/cgroup, with __ for / and _DOT_ for a dot."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: 99999999 kB\nMemAvailable: {free_kib} kB\n")
+    (root / "proc/self/cgroup").write_text(cgroup)
+    for name, content in groups.items():
+        file = root / "sys/fs/cgroup" / name.replace("__", "/").replace("_DOT_", ".")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+    return root
+
+
+def test_free_memory_is_what_the_kernel_calls_available(tmp_path: Path) -> None:
+    assert available_memory("cpu", machine(tmp_path, free_kib=5000)) == Available(5000 * 1024, "this machine")
+
+
+def test_a_container_of_either_version_may_allow_less(tmp_path: Path) -> None:
+    second = machine(
+        tmp_path / "v2",
+        free_kib=9_000_000,
+        cgroup="0::/app/job\n",
+        app__job__memory_DOT_max="max\n",
+        app__job__memory_DOT_current="100\n",
+        app__job__memory_DOT_stat="inactive_file 10\n",
+        app__memory_DOT_max="1000000\n",
+        app__memory_DOT_current="400000\n",
+        app__memory_DOT_stat="anon 5\ninactive_file 50000\n",
+    )
+    found = available_memory("cpu", second)
+    assert found is not None
+    assert found.bytes == 1_000_000 - 400_000 + 50_000
+    assert "container" in found.limit
+    first = machine(
+        tmp_path / "v1",
+        free_kib=9_000_000,
+        cgroup="3:cpu:/x\n2:memory,hugetlb:/docker/abc\n",
+        # the path is the host's; only the top is mounted here
+        memory__memory_DOT_limit_in_bytes="700000\n",
+        memory__memory_DOT_usage_in_bytes="300000\n",
+        memory__memory_DOT_stat="total_inactive_file 1000\n",
+    )
+    found = available_memory("cpu", first)
+    assert found is not None
+    assert found.bytes == 401_000
+
+
+def test_a_group_without_a_limit_limits_nothing(tmp_path: Path) -> None:
+    root = machine(
+        tmp_path,
+        free_kib=1000,
+        cgroup="2:memory:/\n",
+        memory__memory_DOT_limit_in_bytes="9223372036854771712\n",
+        memory__memory_DOT_usage_in_bytes="300000\n",
+        memory__memory_DOT_stat="total_inactive_file 1000\n",
+    )
+    assert available_memory("cpu", root) == Available(1000 * 1024, "this machine")
+
+
+def test_a_full_group_has_nothing_left_rather_than_less(tmp_path: Path) -> None:
+    root = machine(
+        tmp_path,
+        free_kib=1000,
+        cgroup="0::/\n",
+        memory_DOT_max="1000\n",
+        memory_DOT_current="2000\n",
+        memory_DOT_stat="inactive_file 0\n",
+    )
+    assert available_memory("cpu", root) == Available(0, "this container (its cgroup)")
+
+
+# -- the check before weights are read ---------------------------------------------------------------------------------
+
+
+def run_of(total: int) -> memory.Plan:
+    return memory.Plan(10, 10, 64, weights=total, arena=0, kept=0, staging=0, hidden=0, widened=0, chunk=0)
+
+
+def test_a_run_that_cannot_fit_is_refused_with_both_figures() -> None:
+    with pytest.raises(MemoryLimit, match=r"3\.00 GiB.*1\.00 GiB"):
+        check_memory(run_of(3 << 30), Available(1 << 30, "this machine"))
+
+
+def test_a_run_near_the_limit_is_announced_and_another_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "cake_infer"):
+        check_memory(run_of(95 * MIB), Available(100 * MIB, "this machine"))
+        check_memory(run_of(50 * MIB), Available(100 * MIB, "this machine"))
+        check_memory(run_of(50 * MIB), None)
+    assert len(caplog.records) == 1
+    assert "95.0 MiB" in caplog.text
+    assert "100.0 MiB" in caplog.text
+
+
+def test_the_one_shot_command_meets_the_limit_before_a_weight_is_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda device="cpu": Available(1000, "this machine"), raising=True)
+    monkeypatch.setattr("cake_infer.engine.engine.available_memory", memory.available_memory)
+    monkeypatch.setattr("cake_infer.engine.engine.load_decoder", lambda *a, **k: pytest.fail("weights were read"))
+    for arguments in (["--prompt", "x"], ["chat"]):
+        assert cli.main([*arguments, "--model", str(folder)]) == 1
+        captured = capsys.readouterr()
+        assert captured.err.startswith("error: this run needs ")
+        assert captured.err.count("\n") == 1
+
+
+def test_a_download_meets_the_limit_before_it_begins(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, cache = checkpoint(), CacheConfig()
+    nbytes = weights_of(None, read_config(folder), None)[0]
+    monkeypatch.setattr(memory, "available_memory", lambda device="cpu": Available(nbytes + MIB, "this machine"))
+    with pytest.raises(MemoryLimit):
+        check_download(folder, nbytes, cache, dtype=None, chunk=512)
+    with pytest.raises(MemoryLimit):
+        check_download(None, nbytes + 2 * MIB, cache, dtype=None, chunk=512)
+    monkeypatch.setattr(memory, "available_memory", lambda device="cpu": Available(nbytes + 64 * MIB, "this machine"))
+    check_download(folder, nbytes, cache, dtype=None, chunk=512)
+    with pytest.raises(MemoryLimit):
+        check_download(folder, nbytes + 100 * MIB, cache, dtype=None, chunk=512)
+
+
+def test_a_prompt_beyond_the_context_is_refused_before_a_weight_is_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("cake_infer.engine.engine.load_decoder", lambda *a, **k: pytest.fail("weights were read"))
+    assert cli.main(["--prompt-tokens", "2048", "--model", str(folder)]) == 1
+    assert capsys.readouterr().err.count("2,048") == 2
