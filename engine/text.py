@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from ..errors import OptionError, PromptError
-from ..models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ..models.tokenizer import Tokenizer
 
 _BYTE_ORDER_MARKS = {
     b"\xff\xfe\x00\x00": "UTF-32",

@@ -203,25 +203,25 @@ FLAGS: dict[str | None, dict[str, Observation]] = {
     | OUTPUT_FLAGS
     | {"--system": (["--system", "be"], lambda seen: seen.call("chat"), "be")},
 }
-# tested with the commands that have them
-FLAGS_ELSEWHERE = {"plan", "models", "import-gguf"}
+# those of plan are in tests/engine/test_plan.py, the others' below: they have no engine
+WITHOUT_ENGINE = {"plan", "models", "import-gguf"}
 
 
 def flags_of(command: str | None) -> set[str]:
     """Every flag that a command's parser knows, but for those that print and exit."""
     actions = cli.build_parser(command)._actions
     names = {name for action in actions for name in action.option_strings if name.startswith("--")}
-    assert not [action for action in actions if not action.option_strings], "a positional without a test"
+    assert not [action for action in actions if not action.option_strings], "a positional is not looked at here"
     return names - {"--help", "--version"}
 
 
-@pytest.mark.parametrize("command", sorted(set(cli.COMMANDS) - FLAGS_ELSEWHERE | {""}))
+@pytest.mark.parametrize("command", sorted(set(cli.COMMANDS) - WITHOUT_ENGINE | {""}))
 def test_every_flag_of_a_command_has_an_observation(command: str) -> None:
     assert flags_of(command or None) == set(FLAGS[command or None])
 
 
 def test_every_command_is_covered_by_a_table() -> None:
-    assert set(cli.COMMANDS) == {name for name in FLAGS if name} | FLAGS_ELSEWHERE
+    assert set(cli.COMMANDS) == {name for name in FLAGS if name} | WITHOUT_ENGINE
 
 
 @pytest.mark.parametrize(
@@ -245,6 +245,35 @@ def test_a_flag_changes_what_reaches_the_engine_or_the_output(
     assert seen.code == 0, seen.err
     assert look(seen) == expected
     assert look(without) != expected
+
+
+def test_every_flag_of_models_is_applied(capsys: pytest.CaptureFixture[str]) -> None:
+    assert flags_of("models") == {"--json"}
+    assert cli.main(["models"]) == 0
+    assert "smollm2-135m" in capsys.readouterr().out
+    assert cli.main(["models", "--json"]) == 0
+    assert "smollm2-135m" in {entry["name"] for entry in json.loads(capsys.readouterr().out)}
+
+
+def test_every_argument_of_import_gguf_is_applied(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    actions = cli.build_parser("import-gguf")._actions
+    assert {action.dest for action in actions} - {"help"} == {"file", "out", "dtype", "quiet"}
+    calls: list[tuple[str, str, str]] = []
+
+    def take(path: str, out: str, *, dtype: str, on_progress: object) -> Path:
+        calls.append((path, out, dtype))
+        return Path(out)
+
+    monkeypatch.setattr("cake_infer.models.gguf_import.import_gguf", take)
+    assert cli.main(["import-gguf", "a.gguf", "folder"]) == 0
+    seen = capsys.readouterr()
+    assert seen.out == "folder\n"
+    assert "folder" in seen.err
+    assert cli.main(["import-gguf", "a.gguf", "folder", "--dtype", "float32", "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
+    assert calls == [("a.gguf", "folder", "bfloat16"), ("a.gguf", "folder", "float32")]
 
 
 @pytest.mark.parametrize("cls", [CacheConfig, GenerationConfig])
@@ -602,6 +631,18 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out == f"cake-infer {__version__}\n"
     seen = subprocess.run([sys.executable, "-m", "cake_infer", "--version"], capture_output=True, text=True, check=True)
     assert seen.stdout == f"cake-infer {__version__}\n"
+
+
+def test_the_written_options_are_those_of_the_parsers() -> None:
+    from cake_infer.engine.apps.reference import markdown
+
+    written = Path(__file__).parent.parent / "docs" / "options.md"
+    assert written.read_text(encoding="utf-8") == markdown(), (
+        "write it anew: python -m cake_infer.engine.apps.reference > docs/options.md"
+    )
+    for command in cli.COMMANDS:
+        for flag in flags_of(command) if command != "import-gguf" else {"--dtype"}:
+            assert f"`{flag}" in markdown().split(f"## cake-infer {command}\n")[1].split("## ")[0]
 
 
 def test_help_of_raw_says_that_control_tokens_count(capsys: pytest.CaptureFixture[str]) -> None:
