@@ -37,6 +37,10 @@ class QueryRing:
         position = torch.arange(max(0, total - self.window), total, device=self._ring.device)
         return self._ring[layer, position % self.window].transpose(0, 1), position
 
+    def as_numpy(self) -> np.ndarray:
+        """The ring itself, fp32 on a CPU, for a kernel that writes `[layer, position % window]`."""
+        return self._ring.numpy()
+
     def copy(self) -> Tensor:
         return self._ring.clone()
 

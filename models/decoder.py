@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .config import ModelConfig
+from .quantisation import Matrix, embedded, widen_into
 from .rope import rotate_into
 
 _HEAD_TILE = 1 << 20  # elements of the head that are widened at once: 4 MiB of fp32
@@ -23,14 +25,14 @@ class Layer:
     """The tensors of one layer under their Hugging Face names; None where the model has none. Matrices [out, in]."""
 
     input_layernorm: Tensor
-    q_proj: Tensor
-    k_proj: Tensor
-    v_proj: Tensor
-    o_proj: Tensor
+    q_proj: Matrix
+    k_proj: Matrix
+    v_proj: Matrix
+    o_proj: Matrix
     post_attention_layernorm: Tensor
-    gate_proj: Tensor
-    up_proj: Tensor
-    down_proj: Tensor
+    gate_proj: Matrix
+    up_proj: Matrix
+    down_proj: Matrix
     q_bias: Tensor | None = None
     k_bias: Tensor | None = None
     v_bias: Tensor | None = None
@@ -41,7 +43,7 @@ class Layer:
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def named_tensors(self) -> Iterator[tuple[str, Matrix]]:
         """Field name and tensor of everything that is there."""
         for field in fields(self):
             tensor = getattr(self, field.name)
@@ -62,9 +64,9 @@ class Decoder:
         self,
         config: ModelConfig,
         layers: Sequence[Layer],
-        embed_tokens: Tensor,
+        embed_tokens: Matrix,
         norm: Tensor,
-        lm_head: Tensor,
+        lm_head: Matrix,
         compute_dtype: torch.dtype,
     ) -> None:
         assert len(layers) == config.num_layers
@@ -109,7 +111,7 @@ class Decoder:
     def embed(self, ids: Tensor) -> Tensor:
         """Embeddings [n, hidden_size] of token ids, int64 [n]; the scale is rounded to the compute dtype first, as
         in transformers."""
-        hidden = F.embedding(ids, self.embed_tokens).to(self.compute_dtype)
+        hidden = embedded(self.embed_tokens, ids).to(self.compute_dtype)
         if self.config.embedding_scale != 1.0:
             hidden.mul_(torch.tensor(self.config.embedding_scale, dtype=self.compute_dtype, device=self.device))
         return hidden
@@ -126,12 +128,12 @@ class Decoder:
                 self._buffer = torch.empty(self._buffer_numel, dtype=self.compute_dtype, device=self.device)
         self._in_buffer = None
         offset = 0
-        wide: dict[str, Tensor] = {}
+        wide: dict[str, Any] = {}
         for name, tensor in stored.named_tensors():
             if tensor.dtype != self.compute_dtype:
                 place = self._buffer[offset : offset + tensor.numel()].view(tensor.shape)
                 offset += tensor.numel()
-                tensor = place.copy_(tensor)
+                tensor = widen_into(place, tensor)
             wide[name] = tensor
         layer = Layer(**wide)
         self._in_buffer = (index, layer)
@@ -184,15 +186,15 @@ class Decoder:
         A head of another dtype than the compute dtype is widened by tiles of rows, never as a whole.
         """
         x = self._rms_norm(hidden, self.norm)
-        if self.lm_head.dtype == self.compute_dtype:
+        if isinstance(self.lm_head, Tensor) and self.lm_head.dtype == self.compute_dtype:
             return F.linear(x, self.lm_head).float()
         vocab_size, hidden_size = self.lm_head.shape
         rows = max(1, min(vocab_size, _HEAD_TILE // hidden_size))
         tile = torch.empty(rows, hidden_size, dtype=self.compute_dtype, device=self.device)
         logits = torch.empty(x.shape[0], vocab_size, dtype=torch.float32, device=self.device)
         for start in range(0, vocab_size, rows):
-            part = self.lm_head[start : start + rows]
-            logits[:, start : start + rows] = F.linear(x, tile[: part.shape[0]].copy_(part))
+            part = tile[: min(rows, vocab_size - start)]
+            logits[:, start : start + rows] = F.linear(x, widen_into(part, self.lm_head, start))
         return logits
 
     def _heads(self, projected: Tensor, norm: Tensor | None) -> Tensor:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from .config import ModelConfig, read_config
 from .decoder import Decoder, Layer
 from .headers import TensorHeader, tensor_headers
 from .parameters import EMBEDDING, FINAL_NORM, HEAD, layer_parameters, parameter_shapes
+from .quantisation import Matrix
 
 __all__ = ["TensorHeader", "load_decoder", "random_decoder", "tensor_headers", "weight_bytes"]
 
@@ -55,7 +57,7 @@ def load_decoder(
     if wanted is None and device.type != "cpu":
         wanted = _majority([header for name, header in parameters.items() if not _is_norm(name)])
     keep_norms = dtype is None
-    loader = _Loader(device, parameters.values())
+    loader = Loader(device, parameters.values())
     tensors: dict[str, Tensor] = {}
     total, done = sum(header.nbytes for header in parameters.values()), 0
     for name, header in sorted(parameters.items(), key=lambda item: (str(item[1].file), item[1].offset)):
@@ -66,7 +68,7 @@ def load_decoder(
         done += header.nbytes
         if on_progress is not None:
             on_progress(done, total)
-    return _assemble(config, tensors, device)
+    return assemble(config, tensors, device)
 
 
 def random_decoder(
@@ -93,7 +95,7 @@ def random_decoder(
                 flat[filled : filled + count] = scaled[start : start + count]
                 filled, start = filled + count, (start + count) % _RANDOM_PERIOD
         tensors[name] = tensor
-    return _assemble(config, tensors, device)
+    return assemble(config, tensors, device)
 
 
 def weight_bytes(folder_or_config: str | Path | ModelConfig, dtype: str | None = None) -> int:
@@ -173,7 +175,7 @@ def _check_tied(embedding: TensorHeader, head: TensorHeader) -> None:
     """A head beside a tied embedding must be its copy."""
     same = embedding.shape == head.shape and embedding.dtype == head.dtype and head.dtype in _STORED
     if same:
-        loader = _Loader(torch.device("cpu"), (embedding, head))
+        loader = Loader(torch.device("cpu"), (embedding, head))
         first, second = (loader.load(header, _STORED[head.dtype]) for header in (embedding, head))
         same = torch.equal(first, second)
     if not same:
@@ -183,7 +185,7 @@ def _check_tied(embedding: TensorHeader, head: TensorHeader) -> None:
         )
 
 
-class _Loader:
+class Loader:
     """Turns headers into tensors on one device; each file is mapped once, and what is converted is read through one
     scratch buffer, so that freed pieces leave no holes in the heap."""
 
@@ -196,7 +198,7 @@ class _Loader:
     def load(self, header: TensorHeader, dtype: torch.dtype) -> Tensor:
         stored = _STORED[header.dtype]
         if dtype == stored and self.device.type == "cpu" and header.offset % stored.itemsize == 0:
-            return self._map(header, stored)
+            return self.map(header, stored)
         # Read, not mapped: pages of a mapping would stay resident beside the converted copy.
         if self._scratch is None:
             self._scratch = torch.empty(self._largest, dtype=torch.uint8)
@@ -211,7 +213,8 @@ class _Loader:
             return tensor.to(dtype, copy=True)
         return tensor.to(self.device).to(dtype)
 
-    def _map(self, header: TensorHeader, dtype: torch.dtype) -> Tensor:
+    def map(self, header: TensorHeader, dtype: torch.dtype) -> Tensor:
+        """The tensor as it lies in the file, private to writes."""
         if header.file not in self._mapped:
             size = header.file.stat().st_size
             self._mapped[header.file] = torch.from_file(str(header.file), shared=False, size=size, dtype=torch.uint8)
@@ -219,10 +222,11 @@ class _Loader:
         return data.view(dtype).view(header.shape)
 
 
-def _assemble(config: ModelConfig, tensors: dict[str, Tensor], device: torch.device) -> Decoder:
-    parameters = layer_parameters(config)
+def assemble(config: ModelConfig, parameters: Mapping[str, Matrix], device: torch.device) -> Decoder:
+    """A decoder of named parameters, each used once."""
+    tensors: dict[str, Any] = dict(parameters)
     layers = [
-        Layer(**{parameter.field: tensors.pop(parameter.full_name(index)) for parameter in parameters})
+        Layer(**{parameter.field: tensors.pop(parameter.full_name(index)) for parameter in layer_parameters(config)})
         for index in range(config.num_layers)
     ]
     embedding, norm = tensors.pop(EMBEDDING), tensors.pop(FINAL_NORM)

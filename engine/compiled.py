@@ -1,0 +1,221 @@
+"""The compiled decode step: the model's weights and the arena's rows as tables of addresses, one call per token."""
+
+from __future__ import annotations
+
+import logging
+import time
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..cache.arena import Arena
+from ..errors import BackendError
+from ..models.decoder import Decoder, Layer
+from ..models.quantisation import Int8Matrix, Matrix
+from .kernels import load_step
+from .sequence import Sequence
+
+log = logging.getLogger(__name__)
+
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LIKE = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.int8: np.int8}
+NO_LIMIT = np.iinfo(np.int64).max
+ANGLES_AHEAD = 64
+
+
+class CompiledStep:
+    """Runs decode steps of one decoder on a CPU; the same arithmetic as `decode.step`, to 1e-4 in fp32.
+
+    Weights are read where they are (mapped files too). Threads: how many the kernel uses; the result does not depend
+    on it, bit for bit. Raises BackendError with the reason where the kernel cannot run.
+    """
+
+    def __init__(self, decoder: Decoder, threads: int) -> None:
+        if decoder.device.type != "cpu":
+            raise BackendError("the compiled step runs on a CPU")
+        config = decoder.config
+        matrices = [getattr(layer, name) for layer in decoder.layers for name in MATRICES]
+        stored = {matrix.dtype for matrix in (*matrices, decoder.embed_tokens, decoder.lm_head)}
+        if len(stored) > 1 or not stored <= set(LIKE):
+            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in stored))
+            raise BackendError(f"the compiled step has no form for weights stored as {names}")
+        self._step: ModuleType = load_step()
+        self.decoder = decoder
+        self.threads = _threads(threads)
+        self._weights = np.zeros(0, dtype=LIKE[stored.pop()])
+        self._matrices = np.array([_address(matrix) for matrix in matrices], dtype=np.int64).reshape(-1, 7, 2)
+        self._ends = np.array([_address(decoder.embed_tokens), _address(decoder.lm_head)], dtype=np.int64)
+        self._shape = np.array(
+            [
+                config.hidden_size,
+                config.intermediate_size,
+                config.num_heads,
+                config.num_kv_heads,
+                config.head_dim,
+                config.vocab_size,
+                config.num_layers,
+                ACTIVATIONS[config.hidden_act],
+                0,
+            ],
+            dtype=np.int64,
+        )
+        self._constants = np.array([config.rms_norm_eps, decoder.scale, config.embedding_scale], dtype=np.float32)
+        self._sliding = np.array([window or 0 for window in config.sliding_windows], dtype=np.int64)
+        self._small_tensors()
+        self._room: tuple[int, int] = (0, 0)
+        self._angles: tuple[object, int, np.ndarray, np.ndarray] | None = None
+        self._compiled: set[str] = set()
+        self._work_space()
+
+    # -- tables -------------------------------------------------------------------------------------------------------
+
+    def _small_tensors(self) -> None:
+        """Norms and biases as fp32 tables, empty where the model has none."""
+        config, layers = self.decoder.config, self.decoder.layers
+        final = torch.stack([self.decoder.norm, self.decoder.norm]).float()
+        pairs = [torch.stack([layer.input_layernorm, layer.post_attention_layernorm]).float() for layer in layers]
+        self._norms = (torch.stack([*pairs, final]) + config.norm_offset).numpy()
+        self._head_norms = np.zeros((len(layers), 2, 0), dtype=np.float32)
+        if layers[0].q_norm is not None:
+            heads = [torch.stack([_some(layer.q_norm), _some(layer.k_norm)]).float() for layer in layers]
+            self._head_norms = (torch.stack(heads) + config.norm_offset).numpy()
+
+        def table(*names: str) -> np.ndarray:
+            if all(getattr(layer, name) is None for layer in layers for name in names):
+                return np.zeros((len(layers), 0), dtype=np.float32)
+            return torch.stack([torch.cat([_bias(layer, name) for name in names]) for layer in layers]).numpy()
+
+        self._qkv_bias = table("q_bias", "k_bias", "v_bias")
+        self._o_bias = table("o_bias")
+        self._mlp_bias = table("gate_bias", "up_bias", "down_bias")
+
+    def _work_space(self) -> None:
+        config, threads = self.decoder.config, self.threads
+        group = config.num_heads // config.num_kv_heads
+        wide = max(config.hidden_size, config.num_heads * config.head_dim)
+
+        def floats(*shape: int) -> np.ndarray:
+            return np.zeros(shape, dtype=np.float32)
+
+        self._hidden = floats(config.hidden_size)
+        self._local = floats(threads, wide + 64)  # apart in memory: no two threads share a cache line
+        self._turned = floats(threads, group, config.head_dim)
+        self._qkv = floats((config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
+        self._joined = floats(2, config.num_kv_heads, group)
+        self._middle = floats(2, max(config.hidden_size, config.intermediate_size))
+        self._out = torch.zeros(config.vocab_size, dtype=torch.float32)
+        self._ring = floats(0, 0, 0, 0)
+        self._unlimited = np.full((config.num_layers, config.num_kv_heads), NO_LIMIT, dtype=np.int64)
+
+    def _make_room(self, arena: Arena) -> None:
+        """Work space for rows as long as the arena's capacities allow."""
+        columns = int(arena.capacity.max()) + 1
+        if columns <= self._room[0]:
+            return
+        config = self.decoder.config
+        group, pieces = config.num_heads // config.num_kv_heads, -(-columns // 64)
+        self._logits = np.zeros((config.num_kv_heads, group, columns), dtype=np.float32)
+        self._top, self._total = (np.zeros((config.num_kv_heads, pieces, group), dtype=np.float32) for _ in range(2))
+        self._parts = np.zeros((config.num_kv_heads, pieces, group, config.head_dim), dtype=np.float32)
+        self._room = (columns, pieces)
+
+    def _cos_sin(self, sequence: Sequence, position: int) -> tuple[np.ndarray, np.ndarray]:
+        """The angles of one position, worked out for some positions ahead at a time."""
+        rotary = sequence.rotary
+        assert rotary is not None, "decoding follows a prefill"
+        if self._angles is None or self._angles[0] != rotary.key or not 0 <= position - self._angles[1] < ANGLES_AHEAD:
+            cos, sin = rotary.cos_sin(torch.arange(position, position + ANGLES_AHEAD))
+            self._angles = (rotary.key, position, cos.numpy(), sin.numpy())
+        index = position - self._angles[1]
+        return self._angles[2][index], self._angles[3][index]
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    def step(self, arena: Arena, sequence: Sequence, token: int, *, window: int) -> Tensor:
+        """Feed one token. Returns logits fp32 `[vocab]`, valid until the next step; see `decode.step`."""
+        import numba
+
+        position = sequence.total
+        self._make_room(arena)
+        self._shape[8] = window
+        cos, sin = self._cos_sin(sequence, position)
+        ring = sequence.ring.as_numpy() if sequence.ring is not None else self._ring
+        keys, values = _as_stored(arena.keys), _as_stored(arena.values)
+        numba.set_num_threads(self.threads)  # it belongs to the calling thread
+        kind = f"{self._weights.dtype.name}-{keys.dtype.name}"
+        started = time.perf_counter()
+        compile_before = len(self._step.decode_step.signatures)
+        self._step.decode_step(
+            token,
+            position,
+            self.threads,
+            self._shape,
+            self._constants,
+            self._matrices,
+            self._ends,
+            self._norms,
+            self._head_norms,
+            self._qkv_bias,
+            self._o_bias,
+            self._mlp_bias,
+            cos,
+            sin,
+            keys,
+            values,
+            arena.position.numpy(),
+            arena.offset,
+            arena.length,
+            sequence.limit if sequence.limit is not None else self._unlimited,
+            self._sliding,
+            ring,
+            self._hidden,
+            self._local,
+            self._turned,
+            self._qkv,
+            self._logits,
+            self._top,
+            self._total,
+            self._parts,
+            self._joined,
+            self._middle,
+            self._out.numpy(),
+            self._weights,
+        )
+        if len(self._step.decode_step.signatures) > compile_before:
+            log.info("kernel %s ready in %.1f s", kind, time.perf_counter() - started)
+        sequence.ids.append(token)
+        return self._out
+
+
+def _threads(wanted: int) -> int:
+    import numba
+
+    return max(1, min(wanted, numba.config.NUMBA_NUM_THREADS))
+
+
+def _address(matrix: Matrix) -> tuple[int, int]:
+    """Where a matrix and its scales lie; 0 without scales."""
+    assert matrix.is_contiguous()
+    return matrix.data_ptr(), matrix.scale.data_ptr() if isinstance(matrix, Int8Matrix) else 0
+
+
+def _as_stored(store: Tensor) -> np.ndarray:
+    """An arena store as numpy sees it: bf16, which numpy lacks, as the uint16 of its bits."""
+    return store.view(torch.uint16).numpy() if store.dtype == torch.bfloat16 else store.numpy()
+
+
+def _some(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
+
+
+def _bias(layer: Layer, name: str) -> Tensor:
+    """A bias, zeros where only this layer or this projection has none."""
+    bias: Tensor | None = getattr(layer, name)
+    if bias is not None:
+        return bias.float()
+    matrix = getattr(layer, name.replace("_bias", "_proj"))
+    return torch.zeros(matrix.shape[0])

@@ -1,0 +1,106 @@
+"""Compiled scalar arithmetic and typed views of raw addresses, for the kernels beside this file.
+
+Source of the exponential: Cody-Waite reduction by ln 2 and a polynomial of degree 6 on [-ln2/2, ln2/2].
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import float32, int8, njit, types, uint16
+from numba.extending import intrinsic, overload
+
+# `fast` would fold isnan and isinf to False and leave -inf undefined; these flags are as quick.
+FASTMATH = {"reassoc", "contract", "nsz", "arcp", "afn"}
+
+LOG2E = np.float32(1.4426950408889634)
+LN2_HIGH = np.float32(0.693359375)
+LN2_LOW = np.float32(-2.12194440e-4)
+
+
+@intrinsic
+def pointer(typingctx: Any, address: Any, like: Any) -> Any:
+    """The memory at an integer address as a pointer to the element type of the array `like`."""
+    target = types.CPointer(like.dtype)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(target))
+
+    return target(types.int64, like), codegen
+
+
+@njit(inline="always", fastmath=FASTMATH)
+def exp32(x: float) -> float:
+    """e to the x in fp32, relative error below 2e-7; below -87 (and for -inf) it is 0, above 88 it saturates."""
+    bounded = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    n = np.floor(bounded * LOG2E + np.float32(0.5))
+    r = bounded - n * LN2_HIGH - n * LN2_LOW
+    p = np.float32(1.3888889e-3)
+    p = p * r + np.float32(8.3333333e-3)
+    p = p * r + np.float32(4.1666667e-2)
+    p = p * r + np.float32(1.6666667e-1)
+    p = p * r + np.float32(0.5)
+    p = p * r + np.float32(1.0)
+    p = p * r + np.float32(1.0)
+    power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+    return p * power if x >= np.float32(-87.0) else np.float32(0.0)
+
+
+@njit(inline="always", fastmath=FASTMATH)
+def activate(x: float, kind: int) -> float:
+    """The MLP's activation: 0 silu, 1 gelu (erf), 2 gelu (tanh form)."""
+    if kind == 0:
+        return x / (np.float32(1.0) + exp32(-x))
+    if kind == 1:
+        return np.float32(0.5) * x * (np.float32(1.0) + np.float32(math.erf(x * np.float32(0.7071067811865476))))
+    inner = np.float32(0.7978845608028654) * (x + np.float32(0.044715) * x * x * x)
+    # tanh(u) = 1 - 2 / (e^2u + 1)
+    return x * (np.float32(1.0) - np.float32(1.0) / (exp32(np.float32(2.0) * inner) + np.float32(1.0)))
+
+
+def widen(stored: Any) -> Any:
+    """A stored number as fp32: uint16 holds the upper half of an fp32 (bfloat16), int8 is a number, fp32 itself."""
+    raise AssertionError("compiled code only")
+
+
+@overload(widen, inline="always", fastmath=FASTMATH)
+def _widen(stored: Any) -> Any:
+    # numba wants the arguments of the chosen form written exactly as here, annotations included
+    if stored == uint16:
+
+        def upper_half(stored: Any) -> Any:
+            return np.uint32(np.uint32(stored) << np.uint32(16)).view(np.float32)
+
+        return upper_half
+    if stored in (int8, float32):
+
+        def number(stored: Any) -> Any:
+            return np.float32(stored)
+
+        return number
+    return None
+
+
+def narrow(value: Any, like: Any) -> Any:
+    """An fp32 number as it is stored in the array `like`: rounded to the nearest even bfloat16 for uint16."""
+    raise AssertionError("compiled code only")
+
+
+@overload(narrow, inline="always", fastmath=FASTMATH)
+def _narrow(value: Any, like: Any) -> Any:
+    if like.dtype == uint16:
+
+        def rounded(value: Any, like: Any) -> Any:
+            bits = np.float32(value).view(np.uint32)
+            return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+        return rounded
+    if like.dtype == float32:
+
+        def exact(value: Any, like: Any) -> Any:
+            return np.float32(value)
+
+        return exact
+    return None

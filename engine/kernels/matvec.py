@@ -1,0 +1,80 @@
+"""Compiled matrix-vector products over rows of a stored weight matrix, read where it lies.
+
+A matrix is [rows, columns] at an address, in the format that the dummy array `like` has: fp32, bf16 (as uint16), or
+int8 with one scale per row.
+Rows are worked in blocks of four, so that each load of the vector serves four rows; a row's sum is always made in the
+same order by one thread, whatever the number of threads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray, float32, int8, njit, uint16
+from numba.extending import overload
+
+from .arithmetic import FASTMATH, pointer, widen
+
+BLOCK = 4
+
+
+@njit(inline="always")
+def share(count: int, part: int, parts: int) -> tuple[int, int]:
+    """Begin and end of one thread's part of `count` rows; parts begin at whole blocks: a row's path never changes."""
+    blocks = count // BLOCK
+    begin = blocks * part // parts * BLOCK
+    end = count if part == parts - 1 else blocks * (part + 1) // parts * BLOCK
+    return begin, end
+
+
+def rows_times(address: Any, scales: Any, begin: Any, end: Any, x: Any, out: Any, at: Any, like: Any) -> Any:
+    """`out[at + r] = matrix[r] . x` for rows begin..end; `scales` is the address of the fp32 scales, 0 without."""
+    raise AssertionError("compiled code only")
+
+
+@overload(rows_times, fastmath=FASTMATH)
+def _rows_times(address: Any, scales: Any, begin: Any, end: Any, x: Any, out: Any, at: Any, like: Any) -> Any:
+    if like.dtype in (float32, uint16):
+        return plain_rows
+    if like.dtype == int8:
+        return scaled_rows
+    return None
+
+
+@njit(fastmath=FASTMATH)
+def stored_rows(address: int, begin: int, end: int, x: Any, out: Any, at: int, like: Any) -> None:
+    """The numbers as they are stored, widened in registers."""
+    columns = x.shape[0]
+    matrix = carray(pointer(address, like), (end, columns))
+    row = begin
+    while row + BLOCK <= end:
+        w0, w1, w2, w3 = matrix[row], matrix[row + 1], matrix[row + 2], matrix[row + 3]
+        s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+        for i in range(columns):
+            v = x[i]
+            s0 += v * widen(w0[i])
+            s1 += v * widen(w1[i])
+            s2 += v * widen(w2[i])
+            s3 += v * widen(w3[i])
+        out[at + row], out[at + row + 1], out[at + row + 2], out[at + row + 3] = s0, s1, s2, s3
+        row += BLOCK
+    while row < end:
+        w0, s0 = matrix[row], np.float32(0)
+        for i in range(columns):
+            s0 += x[i] * widen(w0[i])
+        out[at + row] = s0
+        row += 1
+
+
+def plain_rows(address: Any, scales: Any, begin: Any, end: Any, x: Any, out: Any, at: Any, like: Any) -> Any:
+    """fp32 and bf16, which need no scale."""
+    stored_rows(address, begin, end, x, out, at, like)
+
+
+def scaled_rows(address: Any, scales: Any, begin: Any, end: Any, x: Any, out: Any, at: Any, like: Any) -> Any:
+    """int8 with one scale per row."""
+    stored_rows(address, begin, end, x, out, at, like)
+    scale = carray(pointer(scales, x), (end,))
+    for row in range(begin, end):
+        out[at + row] *= scale[row]

@@ -1,0 +1,123 @@
+"""int8 weights, packed once from a model's checkpoint into the user's cache folder and mapped from there."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..errors import CakeError, WeightsError
+from .config import ModelConfig
+from .decoder import Decoder
+from .embedded import cache_home
+from .headers import file_headers, tensor_headers
+from .parameters import EMBEDDING, FINAL_NORM, HEAD, layer_parameters, parameter_shapes
+from .quantisation import Int8Matrix, Matrix, quantise
+from .staging import check_disk_space, staged_folder
+from .weights import Loader, assemble, load_decoder
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+FILE = "int8.safetensors"
+SCALE = ".scale"
+
+OnProgress = Callable[[int, int], None]
+
+
+def load_int8(folder: str | Path, config: ModelConfig, *, on_progress: OnProgress | None = None) -> Decoder:
+    """A model of the folder with int8 matrices, embedding and head included; norms and biases as they are stored.
+
+    The packed file is made on first use and mapped afterwards. Where nothing can be written, the matrices are packed
+    in memory, with a warning. Raises WeightsError as `load_decoder` does.
+    """
+    target = packed_folder(folder)
+    if not (target / FILE).is_file():
+        decoder = load_decoder(folder, config, on_progress=on_progress)
+        tensors = _quantised(decoder)
+        try:
+            _write(target, tensors)
+        except CakeError as error:
+            log.warning("int8 weights are packed anew at each start: %s", error)
+            return _assembled(decoder.config, tensors)
+        del decoder, tensors
+    headers = file_headers(target / FILE)
+    loader = Loader(torch.device("cpu"), headers.values())
+    types = {"I8": torch.int8, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    config = _with_biases(config, headers.keys())
+    wanted = set(_names(config))
+    if wanted != set(headers):
+        raise WeightsError(f"{target / FILE} does not fit the model's config.json: remove it, and it is made anew")
+    return _assembled(config, {name: loader.map(header, types[header.dtype]) for name, header in headers.items()})
+
+
+def int8_bytes(config: ModelConfig) -> int:
+    """Bytes of a model with int8 matrices, from its shapes alone (norms and biases counted as fp32)."""
+    shapes = parameter_shapes(config).values()
+    return sum(shape[0] * (shape[1] + 4) if len(shape) == 2 else 4 * shape[0] for shape in shapes)
+
+
+def packed_folder(folder: str | Path) -> Path:
+    """Where a checkpoint's packed weights are, named after what its files hold: another checkpoint has another one."""
+    digest = hashlib.sha256(str(FORMAT).encode())
+    for name, header in sorted(tensor_headers(folder).items()):
+        status = header.file.stat()
+        digest.update(f"{name} {header} {status.st_size} {status.st_mtime_ns}".encode())
+    return cache_home() / "packed" / f"{Path(folder).resolve().name}-{digest.hexdigest()[:16]}"
+
+
+def _quantised(decoder: Decoder) -> dict[str, Tensor]:
+    """Every parameter under its checkpoint name; a matrix as int8, with its scales beside it."""
+    found: dict[str, Matrix] = {EMBEDDING: decoder.embed_tokens, FINAL_NORM: decoder.norm}
+    if not decoder.config.tie_word_embeddings:
+        found[HEAD] = decoder.lm_head
+    for index, layer in enumerate(decoder.layers):
+        fields = dict(layer.named_tensors())
+        found |= {p.full_name(index): fields[p.field] for p in layer_parameters(decoder.config)}
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in found.items():
+        assert isinstance(tensor, Tensor)
+        if tensor.dim() == 2:
+            packed = quantise(tensor)
+            tensors[name], tensors[name + SCALE] = packed.data, packed.scale
+        else:
+            tensors[name] = tensor.contiguous()
+    return tensors
+
+
+def _names(config: ModelConfig) -> list[str]:
+    names = []
+    for name, shape in parameter_shapes(config).items():
+        names += [name, name + SCALE] if len(shape) == 2 else [name]
+    return names
+
+
+def _assembled(config: ModelConfig, tensors: dict[str, Tensor]) -> Decoder:
+    matrices: dict[str, Matrix] = {}
+    for name, shape in parameter_shapes(config).items():
+        matrices[name] = Int8Matrix(tensors[name], tensors[name + SCALE]) if len(shape) == 2 else tensors[name]
+    return assemble(config, matrices, torch.device("cpu"))
+
+
+def _with_biases(config: ModelConfig, names: Iterable[str]) -> ModelConfig:
+    """A checkpoint may lack the output bias that its config announces (see `weights.load_decoder`)."""
+    if config.output_bias and not any(name.endswith("self_attn.o_proj.bias") for name in names):
+        return replace(config, output_bias=False)
+    return config
+
+
+def _write(target: Path, tensors: dict[str, Tensor]) -> None:
+    check_disk_space(target, sum(tensor.nbytes for tensor in tensors.values()), "packing the weights as int8")
+    try:
+        with staged_folder(target, keep_existing=True) as staging:
+            save_file(tensors, staging / FILE, metadata={"format": "pt", "version": str(FORMAT)})
+    except OSError as error:
+        raise CakeError(f"{target} cannot be written ({error.strerror or error})") from error
+    log.info("int8 weights packed into %s", os.fspath(target))
