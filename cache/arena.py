@@ -65,15 +65,14 @@ class Arena:
     def __init__(self, layout: ArenaLayout, size: ArenaSize, device: torch.device | str = "cpu") -> None:
         self.layout, self.size, self.device = layout, size, torch.device(device)
         try:
-            self._k = torch.empty(kv_bytes(layout, size), dtype=torch.uint8, device=self.device)
-            self._v = torch.empty(kv_bytes(layout, size), dtype=torch.uint8, device=self.device)
-        except RuntimeError as error:  # torch's own out-of-memory errors derive from it
+            with torch.inference_mode(False):  # an inference tensor could not be written to outside that mode
+                self._k = torch.empty(kv_bytes(layout, size), dtype=torch.uint8, device=self.device)
+                self._v = torch.empty(kv_bytes(layout, size), dtype=torch.uint8, device=self.device)
+                self.position = torch.zeros(table_slots(size), dtype=torch.int32, device=self.device)
+                self.score = torch.zeros(table_slots(size), dtype=torch.float32, device=self.device)
+        except RuntimeError:  # torch's own out-of-memory errors derive from it
             needed = arena_bytes(layout, size) / 2**20
-            raise MemoryLimit(
-                f"no memory for a KV arena of {needed:,.0f} MiB: lower the budget or the context"
-            ) from error
-        self.position = torch.zeros(table_slots(size), dtype=torch.int32, device=self.device)
-        self.score = torch.zeros(table_slots(size), dtype=torch.float32, device=self.device)
+            raise MemoryLimit(f"no memory for a KV arena of {needed:,.0f} MiB: lower the budget or the context") from None
         slot_bytes = layout.head_dim * layout.kv_dtype.itemsize
         whole = self._k.numel() // slot_bytes * slot_bytes
         self.keys = self._k[:whole].view(layout.kv_dtype).view(-1, layout.head_dim)  # [slots, head_dim]

@@ -121,7 +121,7 @@ class Chat:
             )
         sequence, saved = self._sequence, None
         if sequence.total:
-            saved = runner.tenancy.checkpoint(sequence)
+            saved = runner.checkpoint(sequence)
             length = min(total + (generation.max_new_tokens or 0), self.context)
             if sequence.rotary is not None and runner.rotary(length).key != sequence.rotary.key:
                 log.info("the rotary frequencies change with the length: the conversation is read anew")
@@ -141,7 +141,7 @@ class Chat:
         finally:
             if not pieces or (pieces[-1].finish_reason is None and sequence.spoilt):
                 if saved is not None:
-                    runner.tenancy.restore(self._sequence, saved)
+                    runner.restore(self._sequence, saved)
                 else:
                     self._sequence = Sequence()
             elif pieces[-1].finish_reason is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -27,14 +27,13 @@ def reply(
     *,
     on_progress: OnProgress | None = None,
     share: float = 1.0,
-) -> Iterator[Piece]:
+) -> Generator[Piece]:
     """Feed `prompt_ids` to a sequence and yield the reply. `generation` is resolved; see `Engine.stream`.
 
     The end token is not part of the reply; then, and where only held-back text is left, the last piece has no id.
     """
     runner, timing = engine.runner, Timing()
     text = TextStream(engine.tokenizer, prompt_ids, stop=generation.stop) if engine.tokenizer is not None else None
-    context_ids = [*sequence.ids, *prompt_ids] if generation.penalises else None
     count, finish, tail = 0, "length", ""
     tokens = runner.generate(
         sequence,
@@ -44,7 +43,6 @@ def reply(
         on_chunk=_chunk_reporter(engine.config.num_layers, on_progress),
         timing=timing,
         share=share,
-        history_ids=context_ids,
     )
     with closing(tokens):
         for token in tokens:

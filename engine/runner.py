@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ from .generation import GenerationConfig
 from .memory import first_budget
 from .results import TokenLogprobs
 from .sampling import History, choose, log_probabilities
-from .sequence import QueryRing, Sequence
+from .sequence import Checkpoint, QueryRing, Sequence
 from .tenancy import Tenancy
 
 log = logging.getLogger(__name__)
@@ -144,26 +144,24 @@ class Runner:
         on_chunk: OnChunk | None = None,
         timing: Timing | None = None,
         share: float = 1.0,
-        history_ids: list[int] | None = None,
-    ) -> Iterator[Token]:
+    ) -> Generator[Token]:
         """Feed `ids` to a sequence and yield the reply's tokens one by one; `generation` is resolved.
 
         The last token that is yielded has not been fed. The reply ends with a stop token ("stop"), with max_new_tokens,
-        or where the model's context ends ("length"). `history_ids` are what the repetition penalty counts as prompt.
+        or where the model's context ends ("length"). The repetition penalty counts all of the sequence's ids as prompt.
         """
         timing = timing or Timing()
         with self._lock:
             limit = self.prepare(sequence, len(ids), generation.max_new_tokens or 0, share=share)
             started = time.perf_counter()
-        with self._lock, self._whole(sequence):
-            logits = self.feed(sequence, ids, limit, on_chunk=on_chunk)
-        timing.prompt_tokens, timing.prefill_s = len(ids), time.perf_counter() - started
-        timing.total = sequence.total
-        timing.lengths = tuple(tuple(int(n) for n in row) for row in self.tenancy.arena.length)
+            with self._whole(sequence):
+                logits = self.feed(sequence, ids, limit, on_chunk=on_chunk)
+            timing.prompt_tokens, timing.prefill_s = len(ids), time.perf_counter() - started
+            timing.total = sequence.total
+            timing.lengths = tuple(tuple(int(n) for n in row) for row in self.tenancy.arena.length)
         history = None
         if generation.penalises:
-            prompt = history_ids if history_ids is not None else sequence.ids
-            history = History(self.decoder.config.vocab_size, prompt, self.decoder.device)
+            history = History(self.decoder.config.vocab_size, sequence.ids, self.decoder.device)
         for index in range(limit):
             started = time.perf_counter()
             token = choose(logits, generation, history, generation.seed or 0, index, valid=self.valid_ids)
@@ -178,9 +176,10 @@ class Runner:
             if history is not None:
                 history.add(token)
             started = time.perf_counter()
-            with self._lock, self._whole(sequence), torch.inference_mode():
+            with self._lock:
                 self.tenancy.activate(sequence)
-                logits = decode.step(self.decoder, self.tenancy.arena, sequence, token, window=self.cache.window)
+                with self._whole(sequence), torch.inference_mode():
+                    logits = decode.step(self.decoder, self.tenancy.arena, sequence, token, window=self.cache.window)
             timing.decode_s += time.perf_counter() - started
             timing.decode_steps += 1
 
@@ -199,25 +198,39 @@ class Runner:
             on_chunk=on_chunk,
         )
         length = self.tenancy.arena.length
-        headroom = np.full(length.shape[0], new_tokens, dtype=np.int64)
+        headroom = np.full_like(length, new_tokens)
         sequence.limit = None
         if self.hold and sequence.budget is not None:
             evicted = sequence.total > sequence.budget
             sequence.limit = length.copy() if evicted else np.full_like(length, sequence.budget)
-            headroom = np.minimum((sequence.limit - length).max(axis=1), new_tokens) + 1
-        self.tenancy.arena.finish(headroom[:, None])
+            headroom = np.minimum(sequence.limit - length, new_tokens) + 1
+        self.tenancy.arena.finish(headroom)
         return self.decoder.logits(hidden)[0]
 
-    @torch.inference_mode()
+    def checkpoint(self, sequence: Sequence) -> Checkpoint:
+        """A copy of everything that feeding the sequence may change."""
+        with self._lock:
+            return self.tenancy.checkpoint(sequence)
+
+    def restore(self, sequence: Sequence, saved: Checkpoint) -> None:
+        """Bring a sequence back to a checkpoint of it, also one that is spoilt."""
+        with self._lock:
+            self.tenancy.restore(sequence, saved)
+
     def score(self, ids: list[int]) -> list[float]:
         """Log-likelihood of every token after the first, given those before; logits exist for one chunk at a time."""
         if len(ids) > self.context:
             raise PromptError(f"the text has {len(ids):,} tokens, but the model's context is {self.context:,}")
+        padding = [token for token in ids if self.valid_ids is not None and token >= self.valid_ids]
+        if padding:
+            raise PromptError(f"token id {padding[0]} is padding of the model's vocabulary: no text has it")
+        with self._lock, torch.inference_mode():
+            return self._score(ids)
+
+    def _score(self, ids: list[int]) -> list[float]:
         sequence = Sequence(rotary=self.rotary(len(ids)))
         self.tenancy.activate(sequence)
-        kv_heads = self.layout.num_kv_heads
-        size = ArenaSize(0, len(ids) * kv_heads, 0)
-        self.tenancy.make(size)
+        self.tenancy.make(ArenaSize(0, len(ids) * self.layout.num_kv_heads, 0))
         tokens = torch.tensor(ids, device=self.decoder.device)
         hidden = prefill.read_all(self.decoder, self.tenancy.arena, sequence, tokens, chunk=self.chunk)
         result: list[float] = []

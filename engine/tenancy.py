@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import weakref
+from dataclasses import replace
 
 import torch
 
 from ..cache.arena import Arena
 from ..cache.budget import parse_bytes
 from ..cache.layout import ArenaLayout, ArenaSize, arena_bytes, arena_size
-from ..errors import OptionError
+from ..errors import MemoryLimit
 from .sequence import Checkpoint, Sequence
 
 log = logging.getLogger(__name__)
@@ -43,49 +44,60 @@ class Tenancy:
     def reserve(self, sequence: Sequence, budget: int | None, tokens: int, new_tokens: int) -> None:
         """Make the arena large enough for a piece and its reply; the active sequence's rows stay."""
         size = self.size_for(sequence, budget, tokens, new_tokens)
-        needed = arena_bytes(self.layout, size)
-        if self.kv_memory is not None and needed > parse_bytes(self.kv_memory):
-            raise OptionError(
-                f"this turn needs {needed / 2**20:,.1f} MiB of KV memory, more than the {self.kv_memory} allowed: "
-                "send a shorter text, or start over with more"
-            )
-        saved = self.arena.save() if sequence.total and not self.arena.size.covers(size, self.layout) else None
-        self.make(size)
-        if saved is not None:
-            self.arena.load(saved)
-
-    def make(self, size: ArenaSize) -> None:
-        """An arena of at least this size; rows are lost if the present one is too small."""
         if self.arena.size.covers(size, self.layout):
             return
-        log.info(
-            "the KV arena grows from %s to %s bytes", f"{self.arena.nbytes:,}", f"{arena_bytes(self.layout, size):,}"
-        )
-        self.arena = Arena(
-            self.layout, ArenaSize(0, 0, 0), self.device
-        )  # the old one is freed before a new one is made
+        self.set_aside()
+        if sequence.parked is not None:  # the last reply's headroom is not needed while a piece is read
+            sequence.parked = replace(sequence.parked, capacity=sequence.parked.length)
+        self.make(size)
+        self.activate(sequence)
+
+    def make(self, size: ArenaSize) -> None:
+        """An arena of at least this size; rows are lost if the present one is too small.
+
+        Raises MemoryLimit for more than `kv_memory`, or than there is.
+        """
+        if self.arena.size.covers(size, self.layout):
+            return
+        needed = arena_bytes(self.layout, size)
+        if self.kv_memory is not None and needed > parse_bytes(self.kv_memory):
+            raise MemoryLimit(
+                f"this needs {needed / 2**20:,.1f} MiB of KV memory, more than the {self.kv_memory} allowed: "
+                "send a shorter text, or start over with more"
+            )
+        first = not any((self.arena.size.kept, self.arena.size.staging, self.arena.size.decode))
+        level = logging.DEBUG if first else logging.INFO
+        log.log(level, "the KV arena grows from %s to %s bytes", f"{self.arena.nbytes:,}", f"{needed:,}")
+        self.arena = Arena(self.layout, ArenaSize(0, 0, 0), self.device)  # frees the old one before a new one is made
         self.arena = Arena(self.layout, size, self.device)
+
+    def set_aside(self) -> None:
+        """Park the rows of the sequence in the arena, if there is one that still means something."""
+        active = self._active() if self._active is not None else None
+        if active is not None and active.total and not active.spoilt:
+            active.parked = self.arena.save()
+        self._active = None
+        self.arena.clear()
 
     def activate(self, sequence: Sequence) -> None:
         """Bring a sequence's rows into the arena; those of the sequence that was there are set aside."""
-        active = self._active() if self._active is not None else None
-        if active is sequence:
+        if self.is_active(sequence):
             return
-        if active is not None and active.total and not active.spoilt:
-            active.parked = self.arena.save()
-        self._active = weakref.ref(sequence)
-        self.arena.clear()
+        self.set_aside()
         if sequence.parked is not None:
             self.make(ArenaSize(0, 0, int(sequence.parked.capacity.sum())))
             self.arena.load(sequence.parked)
             sequence.parked = None
+        self._active = weakref.ref(sequence)
+
+    def is_active(self, sequence: Sequence) -> bool:
+        return self._active is not None and self._active() is sequence
 
     def checkpoint(self, sequence: Sequence) -> Checkpoint:
         """A copy of everything that a turn may change."""
-        self.activate(sequence)
         return Checkpoint(
             fed=sequence.total,
-            rows=self.arena.save() if sequence.total else None,
+            rows=self.arena.save() if sequence.total and self.is_active(sequence) else sequence.parked,
             ring=sequence.ring.copy() if sequence.ring is not None else None,
             limit=None if sequence.limit is None else sequence.limit.copy(),
             rotary=sequence.rotary,
@@ -93,14 +105,12 @@ class Tenancy:
         )
 
     def restore(self, sequence: Sequence, saved: Checkpoint) -> None:
-        """Bring a sequence back to a checkpoint of it."""
-        sequence.parked = None
-        self.activate(sequence)
+        """Bring a sequence back to a checkpoint of it. Its rows stay parked until it is active again."""
+        if self.is_active(sequence):
+            self._active = None
+            self.arena.clear()
+        sequence.parked = saved.rows
         del sequence.ids[saved.fed :]
-        self.arena.clear()
-        if saved.rows is not None:
-            self.make(ArenaSize(0, 0, int(saved.rows.capacity.sum())))
-            self.arena.load(saved.rows)
         if saved.ring is None:
             sequence.ring = None
         elif sequence.ring is not None:

@@ -184,7 +184,7 @@ class ArenaMachine(RuleBasedStateMachine):
     @rule()
     def decode(self):
         """A newcomer behind every row, through the strided view where the heads agree."""
-        kv_dtype, dim = self.layout.kv_dtype, self.layout.head_dim
+        dim = self.layout.head_dim
         for layer in range(self.layout.num_layers):
             together = self.arena.agrees(layer)
             for head in range(self.layout.num_kv_heads):
@@ -193,7 +193,8 @@ class ArenaMachine(RuleBasedStateMachine):
                 else:
                     keys, values, position = self.arena.row(layer, head, extra=1)
                 assert keys.shape == (len(self.rows[layer, head]) + 1, dim)
-                key, value = torch.randn(2, dim, generator=self.random).to(kv_dtype)
+                key, value = torch.randn(2, dim, generator=self.random).to(self.layout.staging_dtype)
+                key, value = key.to(self.layout.kv_dtype), value.to(self.layout.kv_dtype)
                 keys[-1], values[-1], position[-1] = key, value, self.total
                 self.rows[layer, head].append((key, value, self.total))
                 self.scores[layer, head].append(None)
