@@ -71,8 +71,8 @@ class Arena:
                 self.position = torch.zeros(table_slots(size), dtype=torch.int32, device=self.device)
                 self.score = torch.zeros(table_slots(size), dtype=torch.float32, device=self.device)
         except RuntimeError:  # torch's own out-of-memory errors derive from it
-            needed = arena_bytes(layout, size) / 2**20
-            raise MemoryLimit(f"no memory for a KV arena of {needed:,.0f} MiB: lower the budget or the context") from None
+            need = f"{arena_bytes(layout, size) / 2**20:,.0f} MiB"
+            raise MemoryLimit(f"no memory for a KV arena of {need}: lower the budget or the context") from None
         slot_bytes = layout.head_dim * layout.kv_dtype.itemsize
         whole = self._k.numel() // slot_bytes * slot_bytes
         self.keys = self._k[:whole].view(layout.kv_dtype).view(-1, layout.head_dim)  # [slots, head_dim]
