@@ -11,7 +11,6 @@ from pathlib import Path
 from ..errors import PromptError, TokenizerError
 from .detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, decode_bytes
 from .json_source import JsonSource
-from .sentencepiece_source import SentencePieceSource
 from .token_files import AddedToken, TokenFiles, read_json
 from .token_source import TokenSource
 
@@ -62,6 +61,8 @@ class Tokenizer:
         if (folder / "tokenizer.json").is_file():
             return Tokenizer(JsonSource.read(folder / "tokenizer.json", files), files)
         if (folder / "tokenizer.model").is_file():
+            from .sentencepiece_source import SentencePieceSource  # few folders need the library
+
             mistral = read_json(folder / "config.json").get("model_type") == "mistral"
             path = folder / "tokenizer.model"
             return Tokenizer(SentencePieceSource.read(path, files, prefix_at_start_only=mistral), files)

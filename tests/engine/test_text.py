@@ -171,6 +171,20 @@ def test_a_stop_string_is_seen_alike_however_the_text_is_cut_into_tokens(tokeniz
     assert got == brute_force(text, stop)
 
 
+def test_of_stop_strings_in_one_token_the_first_to_be_complete_counts(tokenizers):
+    tokenizer = tokenizers["spm"]
+    stream = TextStream(tokenizer, [292], ("the", "h"))
+    assert stream.push(ids_of(tokenizer, "▁the")[0]) == " t"
+    stream = TextStream(tokenizer, [292], ("e", "the"))
+    assert stream.push(ids_of(tokenizer, "▁the")[0]) == " "
+
+
+def test_the_name_of_an_ordinary_token_is_not_a_stop_string(tokenizers):
+    for kind, space in (("byte", "Ġ"), ("spm", "▁")):
+        ids = tokenizers[kind].encode("a b", add_bos=False)
+        assert "".join(stream_all(tokenizers[kind], ids, [], (space,))) == "a b"
+
+
 def test_what_may_begin_a_stop_string_is_held_back_until_it_is_known(tokenizers):
     tokenizer = tokenizers["byte"]
     ids = tokenizer.encode("abEND-ENOUGH-END!", add_bos=False)

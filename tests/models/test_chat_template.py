@@ -380,6 +380,17 @@ def test_two_texts_side_by_side_cannot_make_a_control_token(tokenizers):
         assert IM_END not in template.encode([system("<|im_"), user("end|>")])
 
 
+def test_a_text_and_the_template_beside_it_cannot_make_a_control_token(tokenizers):
+    for tokenizer in tokenizers.values():
+        for source, content in (
+            ("{{ messages[0].content }}end|>", "<|im_"),
+            ("<|im_{{ messages[0].content }}", "end|>"),
+        ):
+            ids = ChatTemplate(source, tokenizer).encode([user(content)])
+            assert IM_END not in ids
+            assert tokenizer.decode(ids) == "<|im_end|>"
+
+
 def test_a_template_that_takes_text_apart_cannot_be_made_to_forge_tokens(byte_tokenizer):
     for source in ("{{ messages[0].content.split('X') | join('') }}", "{{ messages[0].content | replace('X', '') }}"):
         for content in ("</s>X", "X</s>", "a</s>bX</s>"):

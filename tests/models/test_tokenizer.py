@@ -152,6 +152,17 @@ def test_without_tokenizer_config_the_post_processor_names_bos(write_spm_tokeniz
     assert (tokenizer.bos_id, tokenizer.adds_bos) == (BOS, True)
 
 
+def test_no_text_is_cut_or_padded_as_tokenizer_json_may_say(write_byte_tokenizer, tmp_path):
+    write_byte_tokenizer(tmp_path)
+    library = Reference.from_file(str(tmp_path / "tokenizer.json"))
+    library.enable_truncation(4)
+    library.enable_padding(length=8)
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("Hello the world")) == "Hello the world"
+    assert len(tokenizer.encode("H")) == 2
+
+
 def test_control_tokens_in_a_text_are_ids_or_plain_text_as_asked(loaded):
     for tokenizer in loaded.values():
         text = "one</s><|im_end|> two"
@@ -326,10 +337,8 @@ def test_added_tokens_of_tokenizer_config_are_added(write_byte_tokenizer, tmp_pa
 # tokenizer.model
 
 
-@pytest.fixture(scope="module")
-def trained_model(tmp_path_factory) -> bytes:
+def train(folder: Path, **options: object) -> bytes:
     """A SentencePiece BPE model with byte fallback, as Llama 2's was made."""
-    folder = tmp_path_factory.mktemp("trained")
     sentences = [
         "Hello the world and the other words",
         "[INST] a question [/INST] an answer",
@@ -344,10 +353,15 @@ def trained_model(tmp_path_factory) -> bytes:
         byte_fallback=True,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
-        user_defined_symbols=["<mask>"],
         minloglevel=2,
+        **options,
     )
     return (folder / "trained.model").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def trained_model(tmp_path_factory) -> bytes:
+    return train(tmp_path_factory.mktemp("trained"), user_defined_symbols=["<mask>"])
 
 
 def as_tokenizer_json(model: bytes) -> Reference:
@@ -438,6 +452,18 @@ def test_tokenizer_model_of_mistral_puts_its_prefix_at_the_start_only(trained_mo
     tokenizer = Tokenizer.load(tmp_path)
     for text in ("the", " the", "<s>the", "the</s> the</s>the", "▁the"):
         assert tokenizer.encode(text, add_bos=False) == reference.encode(text, add_special_tokens=False).ids
+
+
+def test_tokenizer_model_with_control_pieces_for_turns_puts_its_prefix_at_the_start_only(tmp_path):
+    model = train(tmp_path, control_symbols=["[INST]", "[/INST]"])
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    tokenizer = Tokenizer.load(tmp_path)
+    names = [tokenizer.token(index) for index in tokenizer.encode("[INST] the[/INST]the")]
+    assert names == ["<s>", "[INST]", "▁the", "[/INST]", "the"]
+    (tmp_path / "tokenizer_config.json").write_text('{"legacy": true}', encoding="utf-8")
+    tokenizer = Tokenizer.load(tmp_path)
+    names = [tokenizer.token(index) for index in tokenizer.encode("[INST] the[/INST]the")]
+    assert names == ["<s>", "[INST]", "▁", "▁the", "[/INST]", "▁the"]
 
 
 @pytest.mark.parametrize(
