@@ -16,7 +16,8 @@ from .loading import DEFAULT_MODEL, add_model_arguments, usage_conflict
 
 if TYPE_CHECKING:
     from ...models.config import ModelConfig
-    from ..memory import Available, Plan
+    from ..available import Available
+    from ..memory import Plan
 
 DEFAULT_PROMPT_TOKENS = 8192
 
@@ -58,8 +59,9 @@ def run(args: argparse.Namespace) -> int:
     cache, options = from_args(CacheConfig, args), from_args(EngineOptions, args)
     new_tokens = from_args(GenerationConfig, args).max_new_tokens
     from ...models.config import read_config, with_rope_scaling
+    from ..available import available_memory
     from ..loading import choose_device, context_limit
-    from ..memory import available_memory, plan_run, weights_of
+    from ..memory import plan_run, weights_of
 
     device = choose_device(options.device)
     folder = find_config(args)

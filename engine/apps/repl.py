@@ -25,7 +25,8 @@ from .prompt import argument_text, join_documents, read_document
 from .reply import Reply
 
 if TYPE_CHECKING:
-    from ..engine import Chat, Engine
+    from ..chat import Chat
+    from ..engine import Engine
 
 HELP = r"""/help            this text
 /exit            end (so does Ctrl-D)
@@ -84,7 +85,7 @@ class Repl:
         self, engine: Engine, console: Console, lines: LineInput, generation: GenerationConfig, system: str | None
     ) -> None:
         self._engine, self._console, self._lines, self._generation = engine, console, lines, generation
-        self._chat: Chat = engine.chat(system=system)
+        self.chat: Chat = engine.chat(system=system)
         self._documents: list[tuple[str, str]] = []
         self._failed = False
         self._commands = {
@@ -147,12 +148,12 @@ class Repl:
     def _turn(self, message: str) -> None:
         """One message and its reply. A turn that fails or stops before its first token leaves all as it was."""
         text = join_documents([document for _, document in self._documents], message)
-        before = self._chat.tokens_used
+        before = self.chat.tokens_used
         reply = Reply(self._console)
         with Interrupt() as interrupt:
             progress = interrupt.watch(self._console.progress)
             try:
-                with closing(self._chat.send(text, config=self._generation, on_progress=progress)) as pieces:
+                with closing(self.chat.send(text, config=self._generation, on_progress=progress)) as pieces:
                     reply.read(pieces, interrupt)
             except PromptError as error:
                 hint = "" if "/clear" in str(error) else "; /clear starts a new conversation"
@@ -167,11 +168,11 @@ class Repl:
             what = "what there is of the reply stays in the conversation" if reply.pieces else "the message is dropped"
             self._console.notice(f"interrupted: {what}")
         reply.report()
-        self._tell_context(self._chat.tokens_used - before)
+        self._tell_context(self.chat.tokens_used - before)
 
     def _tell_context(self, turn_tokens: int) -> None:
         """Before the limit is met: when it is near, or when a second turn like this one would not fit."""
-        used, context = self._chat.tokens_used, self._chat.context
+        used, context = self.chat.tokens_used, self.chat.context
         if used + turn_tokens > context or used > NEARLY_FULL * context:
             self._console.notice(f"context nearly full: {used:,} of {context:,} tokens used; /clear starts anew")
 
@@ -181,16 +182,16 @@ class Repl:
         self._console.answer(HELP)
 
     def _clear(self, argument: str) -> None:
-        self._chat.clear()
+        self.chat.clear()
         self._documents.clear()
         self._console.answer("a new conversation")
 
     def _stats(self, argument: str) -> None:
-        self._console.answer(f"context: {self._chat.tokens_used:,} of {self._chat.context:,} tokens used")
+        self._console.answer(f"context: {self.chat.tokens_used:,} of {self.chat.context:,} tokens used")
         if self._documents:
             self._console.answer(f"attached: {', '.join(name for name, _ in self._documents)}")
-        if self._chat.stats is not None:
-            self._console.answer(self._chat.stats.line())
+        if self.chat.stats is not None:
+            self._console.answer(self.chat.stats.line())
 
     def _read(self, argument: str) -> None:
         name = _unquoted(argument)
@@ -201,10 +202,10 @@ class Repl:
         text = read_document(os.path.expanduser(name))
         assert self._engine.tokenizer is not None
         tokens = len(self._engine.tokenizer.encode(text, add_bos=False, allow_special=False))
-        room = self._chat.context - self._chat.tokens_used
+        room = self.chat.context - self.chat.tokens_used
         if tokens >= room:
             raise PromptError(
-                f"{name} has {tokens:,} tokens, and {max(room, 0):,} of the context's {self._chat.context:,} are left: "
+                f"{name} has {tokens:,} tokens, and {max(room, 0):,} of the context's {self.chat.context:,} are left: "
                 "give a shorter file, or /clear first"
             )
         self._documents.append((name, text))
@@ -212,17 +213,17 @@ class Repl:
 
     def _system(self, argument: str) -> None:
         if not argument:
-            self._console.answer(f"system prompt: {self._chat.system or 'none'}")
+            self._console.answer(f"system prompt: {self.chat.system or 'none'}")
             return
-        self._chat.clear()
-        self._chat.system = argument
+        self.chat.clear()
+        self.chat.system = argument
         self._console.answer("system prompt set; a new conversation")
 
     def _budget(self, argument: str) -> None:
         if not argument:
-            self._console.answer(f"budget: {self._chat.budget} tokens per layer and KV head")
+            self._console.answer(f"budget: {self.chat.budget} tokens per layer and KV head")
             return
-        self._chat.set_budget(argument)
+        self.chat.set_budget(argument)
         self._console.answer(f"budget: {argument} from the next message on")
 
 

@@ -1,4 +1,4 @@
-"""The chat at a real terminal (a pty) and from a pipe, with a slow stand-in for the engine."""
+"""The chat at a real terminal (a pty) and from a pipe with a slow stand-in for the engine, and on a real small one."""
 
 from __future__ import annotations
 
@@ -12,10 +12,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
+from cake_infer.cache.config import CacheConfig
+from cake_infer.engine.apps.console import Console
 from cake_infer.engine.apps.line_input import CONTINUATION, PROMPT, read_message
+from cake_infer.engine.apps.progress import ProgressBar
+from cake_infer.engine.apps.repl import Repl
+from cake_infer.engine.engine import Engine
+from cake_infer.engine.generation import GenerationConfig
+from cake_infer.engine.results import Piece
 
 FAKE = Path(__file__).parent / "fake_engine.py"
 CTRL_C, CTRL_D = b"\x03", b"\x04"
@@ -371,11 +380,16 @@ def test_an_interrupted_pipe_exits_with_130(tmp_path: Path) -> None:
     assert b"Traceback" not in err
 
 
-# -- lines into messages -----------------------------------------------------------------------------------------------
+# -- on a real engine --------------------------------------------------------------------------------------------------
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 class Lines:
-    """Lines from a list; None is Ctrl-D."""
+    """Lines from a list; None is Ctrl-D. `interactive` as at a terminal."""
 
     interactive = True
 
@@ -387,6 +401,114 @@ class Lines:
         if line is None:
             raise EOFError
         return line
+
+
+@pytest.fixture
+def model(write_checkpoint: Callable[..., Path], write_byte_tokenizer: Callable[..., None], tmp_path: Path) -> Path:
+    folder = write_checkpoint(tmp_path / "model", eos_token_id=319)
+    write_byte_tokenizer(folder, 300, chat_template=TEMPLATE, bos=False)
+    return folder
+
+
+def talk(engine: Engine, *lines: str, tokens: int = 8, interrupt_at: int | None = None) -> Repl:
+    """A whole chat; `interrupt_at`: Ctrl-C when that many tokens of the first reply are there."""
+    generation = GenerationConfig(max_new_tokens=tokens, temperature=0.0)
+    with Console(quiet=True) as console:
+        repl = Repl(engine, console, Lines(*lines), generation, None)
+        if interrupt_at is not None:
+            repl.chat.send = interrupted(repl.chat.send, interrupt_at)  # type: ignore[method-assign]
+        repl.run()
+    return repl
+
+
+def interrupted(send: Any, at: int) -> Any:
+    """`send`, with a SIGINT to this process after the first turn's piece number `at`."""
+    turns = []
+
+    def sending(text: str, **options: Any) -> Iterator[Piece]:
+        turns.append(text)
+        with closing(send(text, **options)) as pieces:
+            for count, piece in enumerate(pieces, 1):
+                if count == at and len(turns) == 1:
+                    os.kill(os.getpid(), signal.SIGINT)
+                yield piece
+
+    return sending
+
+
+def test_the_conversation_after_ctrl_c_is_the_one_with_the_shorter_reply(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Engine.load(model) as engine:
+        cut = talk(engine, "Hello", "And now?", interrupt_at=3).chat
+        rows = engine.runner.tenancy.arena.length.copy()
+        fresh = engine.chat()
+        for text, tokens in (("Hello", 3), ("And now?", 8)):
+            list(fresh.send(text, max_new_tokens=tokens, temperature=0.0))
+    assert [message["role"] for message in cut.messages] == ["user", "assistant"] * 2
+    # but for the beginning of a character, which the cut reply does not show
+    assert fresh.messages[1]["content"].startswith(cut.messages[1]["content"])
+    assert cut.messages[2:] == fresh.messages[2:]
+    assert cut.tokens_used == fresh.tokens_used
+    # one token, the last one chosen, is fed by the next turn
+    assert (rows == cut.tokens_used - 1).all()
+
+
+def test_a_message_that_was_stopped_while_it_was_read_leaves_no_trace(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[object] = []
+
+    def stop_in_the_second_layer(self: ProgressBar, progress: object) -> None:
+        seen.append(progress)
+        if len(seen) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(ProgressBar, "__call__", stop_in_the_second_layer)
+    with Engine.load(model) as engine:
+        repl = talk(engine, "Hello", "Hello")
+        fresh = engine.chat()
+        monkeypatch.undo()
+        list(fresh.send("Hello", max_new_tokens=8, temperature=0.0))
+    assert len(seen) == 2 + 3, "the first message ended in its second layer, the other went through three"
+    assert repl.chat.messages == fresh.messages
+
+
+def test_a_conversation_after_clear_is_a_new_one_with_evicted_turns_as_well(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = "the quick brown fox jumps over the lazy dog " * 4
+    cache = CacheConfig(budget=40, window=8)
+    with Engine.load(model, cache=cache) as engine:
+        chat = talk(engine, long, "what?", "/reset", long).chat
+        after_reset, kept = chat.messages, chat.stats
+        fresh = engine.chat()
+        list(fresh.send(long, max_new_tokens=8, temperature=0.0))
+    assert after_reset == fresh.messages
+    assert kept is not None
+    assert kept.kept_tokens == 40
+    assert kept.full_tokens > 100
+
+
+def test_a_conversation_that_outgrows_the_context_is_announced_refused_and_cleared(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Engine.load(model, context=128) as engine:
+        lines = ["x" * 10] * 4 + ["/clear", "y"]
+        with Console() as console:
+            repl = Repl(engine, console, Lines(*lines), GenerationConfig(max_new_tokens=4, temperature=0.0), None)
+            repl.run()
+    notices = [line for line in capsys.readouterr().err.splitlines() if "tok/s" not in line]
+    nearly = next(index for index, line in enumerate(notices) if "context nearly full" in line)
+    refused = [index for index, line in enumerate(notices) if line.startswith("error: ")]
+    assert len(refused) >= 1
+    assert nearly < refused[0]
+    assert "/clear" in notices[refused[0]]
+    assert "128" in notices[refused[0]]
+    assert [message["content"] for message in repl.chat.messages[::2]] == ["y"]
+
+
+# -- lines into messages -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
