@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from types import ModuleType
 
@@ -14,8 +15,9 @@ from ..cache.arena import Arena
 from ..errors import BackendError
 from ..models.decoder import Decoder, Layer
 from ..models.quantisation import Int8Matrix, Matrix
-from .kernels import load_step
+from .kernels import kernels_cached, load_step, mark_cached
 from .sequence import Sequence
+from .team import Team
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +46,8 @@ class CompiledStep:
             raise BackendError(f"the compiled step has no form for weights stored as {names}")
         self._step: ModuleType = load_step()
         self.decoder = decoder
-        self.threads = _threads(threads)
+        self.threads = max(1, min(threads, os.cpu_count() or 1))
+        self._team = Team(self.threads)
         self._weights = np.zeros(0, dtype=LIKE[stored.pop()])
         self._matrices = np.array([_address(matrix) for matrix in matrices], dtype=np.int64).reshape(-1, 7, 2)
         self._ends = np.array([_address(decoder.embed_tokens), _address(decoder.lm_head)], dtype=np.int64)
@@ -132,23 +135,31 @@ class CompiledStep:
         index = position - self._angles[1]
         return self._angles[2][index], self._angles[3][index]
 
+    def _compile(self, kind: str, arguments: tuple[object, ...]) -> None:
+        """Compile the step for a format of weights and rows, or load it from the cache, before threads enter it."""
+        import numba
+
+        function, started = self._step.decode_step, time.perf_counter()
+        if not kernels_cached(kind):
+            log.info("compiling the decode step for %s, once for this machine (about 10 s)", kind)
+        counter = np.zeros(2, dtype=np.int64)
+        function.compile(tuple(numba.typeof(argument) for argument in (0, counter, *arguments)))
+        mark_cached(kind)
+        self._compiled.add(kind)
+        log.debug("decode step for %s ready in %.2f s", kind, time.perf_counter() - started)
+
     # -- running ------------------------------------------------------------------------------------------------------
 
     def step(self, arena: Arena, sequence: Sequence, token: int, *, window: int) -> Tensor:
         """Feed one token. Returns logits fp32 `[vocab]`, valid until the next step; see `decode.step`."""
-        import numba
-
         position = sequence.total
         self._make_room(arena)
         self._shape[8] = window
         cos, sin = self._cos_sin(sequence, position)
         ring = sequence.ring.as_numpy() if sequence.ring is not None else self._ring
         keys, values = _as_stored(arena.keys), _as_stored(arena.values)
-        numba.set_num_threads(self.threads)  # it belongs to the calling thread
         kind = f"{self._weights.dtype.name}-{keys.dtype.name}"
-        started = time.perf_counter()
-        compile_before = len(self._step.decode_step.signatures)
-        self._step.decode_step(
+        arguments = (
             token,
             position,
             self.threads,
@@ -184,16 +195,11 @@ class CompiledStep:
             self._out.numpy(),
             self._weights,
         )
-        if len(self._step.decode_step.signatures) > compile_before:
-            log.info("kernel %s ready in %.1f s", kind, time.perf_counter() - started)
+        if kind not in self._compiled:
+            self._compile(kind, arguments)
+        self._team.run(self._step.decode_step, *arguments)
         sequence.ids.append(token)
         return self._out
-
-
-def _threads(wanted: int) -> int:
-    import numba
-
-    return max(1, min(wanted, numba.config.NUMBA_NUM_THREADS))
 
 
 def _address(matrix: Matrix) -> tuple[int, int]:

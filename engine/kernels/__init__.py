@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import hashlib
 import importlib
 import logging
-import os
+import shutil
 import tempfile
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -15,53 +18,56 @@ from ...models.embedded import cache_home
 
 log = logging.getLogger(__name__)
 
-SOURCES = ("arithmetic", "matvec", "attention", "step")
+SOURCES = ("arithmetic", "matvec", "attention", "team", "step")
 
 
 def load_step() -> ModuleType:
-    """The module with `decode_step`, compiled once and cached on disk. Raises BackendError with the reason if it cannot.
-
-    numba does not notice that a function in another file has changed, so the cache folder is named after all kernel
-    sources, numba's version and the processor.
-    """
+    """The module with `decode_step`, compiled once and cached on disk. BackendError says why it cannot run."""
     try:
         import numba
-        from llvmlite import binding
     except ImportError:
         raise BackendError("numba is not installed (pip install 'cake-infer[cpu]')") from None
-    _check_threads()
-    digest = hashlib.sha256()
-    for name in SOURCES:
-        digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
-    for fact in (numba.__version__, binding.get_host_cpu_name(), str(binding.get_host_cpu_features())):
-        digest.update(fact.encode())
-    folder = _writable(cache_home() / "kernels" / digest.hexdigest()[:16])
     before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(folder)  # read once by each function that is being decorated
+    numba.config.CACHE_DIR = str(cache_folder())  # read once by each function that is being decorated
     try:
         return importlib.import_module(".step", __name__)
     finally:
         numba.config.CACHE_DIR = before
 
 
-def _check_threads() -> None:
-    """Refuse numba's own thread pool: a hundred times slower to enter, and two threads in it abort the process."""
-    for layer in ("omppool", "tbbpool"):
-        try:
-            importlib.import_module(f"numba.np.ufunc.{layer}")
-        except ImportError:
-            continue
-        if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive":
-            log.warning("OMP_WAIT_POLICY=passive makes decoding about 4 times slower: unset it")
-        return
-    raise BackendError("numba has no OpenMP here (install the system package libgomp1, or pip install tbb)")
+@cache
+def cache_folder() -> Path:
+    """Where compiled kernels are kept.
 
+    numba does not notice that a function in another file has changed, so the folder is named after all kernel sources,
+    numba's version and the processor. Where it cannot be written, a temporary one is used, with a warning.
+    """
+    import numba
+    from llvmlite import binding
 
-def _writable(folder: Path) -> Path:
+    digest = hashlib.sha256()
+    for name in SOURCES:
+        digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
+    for fact in (numba.__version__, binding.get_host_cpu_name(), str(binding.get_host_cpu_features())):
+        digest.update(fact.encode())
+    folder = cache_home() / "kernels" / digest.hexdigest()[:16]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError as error:
-        log.warning("the compiled kernels cannot be cached in %s (%s): each start compiles them anew", folder, error)
-        return Path(tempfile.mkdtemp(prefix="cake-infer-kernels-"))
+        log.warning("compiled kernels cannot be kept in %s (%s): each start compiles them anew", folder, error)
+        temporary = tempfile.mkdtemp(prefix="cake-infer-kernels-")
+        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+        return Path(temporary)
+
+
+def kernels_cached(kind: str) -> bool:
+    """Whether a compilation for this format of weights and rows has been finished here before."""
+    return (cache_folder() / f"{kind}.done").exists()
+
+
+def mark_cached(kind: str) -> None:
+    """Remember that this format has been compiled."""
+    with contextlib.suppress(OSError):
+        (cache_folder() / f"{kind}.done").touch()

@@ -31,7 +31,7 @@ def pointer(typingctx: Any, address: Any, like: Any) -> Any:
     return target(types.int64, like), codegen
 
 
-@njit(inline="always", fastmath=FASTMATH)
+@njit(fastmath=FASTMATH, error_model="numpy")
 def exp32(x: float) -> float:
     """e to the x in fp32, relative error below 2e-7; below -87 (and for -inf) it is 0, above 88 it saturates."""
     bounded = min(max(x, np.float32(-87.0)), np.float32(88.0))
@@ -48,7 +48,7 @@ def exp32(x: float) -> float:
     return p * power if x >= np.float32(-87.0) else np.float32(0.0)
 
 
-@njit(inline="always", fastmath=FASTMATH)
+@njit(fastmath=FASTMATH, error_model="numpy")
 def activate(x: float, kind: int) -> float:
     """The MLP's activation: 0 silu, 1 gelu (erf), 2 gelu (tanh form)."""
     if kind == 0:
@@ -65,7 +65,7 @@ def widen(stored: Any) -> Any:
     raise AssertionError("compiled code only")
 
 
-@overload(widen, inline="always", fastmath=FASTMATH)
+@overload(widen, fastmath=FASTMATH)
 def _widen(stored: Any) -> Any:
     # numba wants the arguments of the chosen form written exactly as here, annotations included
     if stored == uint16:
@@ -88,7 +88,7 @@ def narrow(value: Any, like: Any) -> Any:
     raise AssertionError("compiled code only")
 
 
-@overload(narrow, inline="always", fastmath=FASTMATH)
+@overload(narrow, fastmath=FASTMATH)
 def _narrow(value: Any, like: Any) -> Any:
     if like.dtype == uint16:
 

@@ -17,19 +17,19 @@ NEVER = np.float32(-np.inf)
 SHORT_PIECE, LONG_PIECE = 64, 256
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def piece_columns(columns: int) -> int:
     """Columns in a piece of a row with so many columns."""
     return SHORT_PIECE if columns <= 1024 else LONG_PIECE
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def pieces_of(columns: int) -> int:
     size = piece_columns(columns)
     return (columns + size - 1) // size
 
 
-@njit(fastmath=FASTMATH)
+@njit(fastmath=FASTMATH, error_model="numpy")
 def attend_piece(
     queries: Any,  # fp32 [group, head_dim], rotated and scaled
     keys: Any,  # the arena's stores [slots, head_dim], fp32 or bf16
@@ -78,7 +78,7 @@ def attend_piece(
         weighted_values(weight, values, first, count, output[g])
 
 
-@njit(fastmath=FASTMATH)
+@njit(fastmath=FASTMATH, error_model="numpy")
 def weighted_values(weight: Any, value: Any, first: int, count: int, out: Any) -> None:
     """`out += sum_c weight[c] * value[first + c]`, four columns at a time."""
     dim = out.shape[0]
@@ -101,7 +101,7 @@ def weighted_values(weight: Any, value: Any, first: int, count: int, out: Any) -
         column += 1
 
 
-@njit(fastmath=FASTMATH)
+@njit(fastmath=FASTMATH, error_model="numpy")
 def combine(top: Any, total: Any, parts: Any, out: Any) -> tuple[float, float]:
     """Join pieces of one query head: `top`, `total` [pieces], `parts` [pieces, head_dim] -> `out` [head_dim].
 
@@ -125,7 +125,7 @@ def combine(top: Any, total: Any, parts: Any, out: Any) -> tuple[float, float]:
     return best, mass
 
 
-@njit(fastmath=FASTMATH)
+@njit(fastmath=FASTMATH, error_model="numpy")
 def least_attended(
     logits: Any,  # fp32 [group, columns]
     columns: int,

@@ -19,7 +19,7 @@ from .arithmetic import FASTMATH, pointer, widen
 BLOCK = 4
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def share(count: int, part: int, parts: int) -> tuple[int, int]:
     """Begin and end of one thread's part of `count` rows; parts begin at whole blocks: a row's path never changes."""
     blocks = count // BLOCK
@@ -42,7 +42,7 @@ def _rows_times(address: Any, scales: Any, begin: Any, end: Any, x: Any, out: An
     return None
 
 
-@njit(fastmath=FASTMATH)
+@njit(fastmath=FASTMATH, error_model="numpy")
 def stored_rows(address: int, begin: int, end: int, x: Any, out: Any, at: int, like: Any) -> None:
     """The numbers as they are stored, widened in registers."""
     columns = x.shape[0]

@@ -1,8 +1,8 @@
 """One decode step of a whole model as one compiled call: embedding to logits, weights and rows read where they lie.
 
-Five parallel regions a layer; norms are recomputed by every thread instead of costing a region. In a region a thread
-owns whole blocks of output rows, or whole (KV head, piece of columns) tasks, so nothing is summed across threads and
-the number of threads changes no bit of the result.
+Five phases a layer, between which the threads of the team meet; norms are worked by every thread instead of costing a
+phase. In a phase a thread owns whole blocks of output rows, or whole (KV head, piece of columns) tasks, so nothing is
+summed across threads and the number of threads changes no bit of the result.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, njit, prange
+from numba import carray, njit
 
 from .arithmetic import FASTMATH, activate, narrow, pointer, widen
 from .attention import attend_piece, combine, least_attended, piece_columns, pieces_of
 from .matvec import rows_times, share
+from .team import meet
 
 # the order of a layer's matrices in the table of addresses
 Q, K, V, OUT, GATE, UP, DOWN = range(7)
 
 
-@njit(inline="always", fastmath=FASTMATH)
+@njit(fastmath=FASTMATH, error_model="numpy")
 def normed_into(x: Any, weight: Any, eps: float, out: Any) -> None:
     """`out = x / rms(x) * weight` in fp32."""
     square = np.float32(0)
@@ -31,7 +32,7 @@ def normed_into(x: Any, weight: Any, eps: float, out: Any) -> None:
         out[i] = x[i] * factor * weight[i]
 
 
-@njit(fastmath=FASTMATH)
+@njit(fastmath=FASTMATH, error_model="numpy")
 def rotated_into(x: Any, norm: Any, eps: float, cos: Any, sin: Any, factor: float, out: Any) -> None:
     """One head's query or key `[head_dim]`: normed if `norm` is not empty, rotated (half split), times `factor`."""
     dim = x.shape[0]
@@ -50,7 +51,7 @@ def rotated_into(x: Any, norm: Any, eps: float, cos: Any, sin: Any, factor: floa
         out[d + half] = (second * cos[d] + first * sin[d]) * factor
 
 
-@njit(inline="always", fastmath=FASTMATH)
+@njit(fastmath=FASTMATH, error_model="numpy")
 def add_bias(out: Any, bias: Any, begin: int, end: int, at: int) -> None:
     """`out[at + r] += bias[r]` for rows begin..end; an empty bias adds nothing."""
     if bias.shape[0]:
@@ -58,15 +59,68 @@ def add_bias(out: Any, bias: Any, begin: int, end: int, at: int) -> None:
             out[at + row] += bias[row]
 
 
-@njit(fastmath=FASTMATH)
+@njit(fastmath=FASTMATH, error_model="numpy")
 def exchange(store: Any, slot: int, other: int) -> None:
     """Let two slots of a store `[slots, head_dim]` change places."""
     for d in range(store.shape[1]):
         store[slot, d], store[other, d] = store[other, d], store[slot, d]
 
 
-@njit(parallel=True, nogil=True, fastmath=FASTMATH, cache=True)
+@njit(fastmath=FASTMATH, error_model="numpy")
+def embed_row(token: int, ends: Any, factor: float, hidden: Any, like: Any) -> None:
+    """The token's embedding, widened, times the family's factor."""
+    width = hidden.shape[0]
+    table = carray(pointer(ends[0, 0], like), (token + 1, width))
+    if ends[0, 1]:
+        factor *= carray(pointer(ends[0, 1], hidden), (token + 1,))[token]
+    for i in range(width):
+        hidden[i] = widen(table[token, i]) * factor
+
+
+@njit(fastmath=FASTMATH, error_model="numpy")
+def write_newcomer(
+    key: Any, value: Any, norm: Any, eps: float, cos: Any, sin: Any, key_slot: Any, value_slot: Any
+) -> None:
+    """Rotate the new token's key of one KV head, and write key and value `[head_dim]` into their slots."""
+    turned = np.empty(key.shape[0], np.float32)
+    rotated_into(key, norm, eps, cos, sin, np.float32(1.0), turned)
+    for d in range(key.shape[0]):
+        key_slot[d] = narrow(turned[d], key_slot)
+        value_slot[d] = narrow(value[d], value_slot)
+
+
+@njit(fastmath=FASTMATH, error_model="numpy")
+def make_room(
+    layer: int,
+    head: int,
+    newest_allowed: int,
+    offset: Any,
+    length: Any,
+    limit: Any,
+    keys: Any,
+    values: Any,
+    position: Any,
+    logits: Any,
+    joined: Any,
+) -> None:
+    """Count a row up, or at its limit let the newcomer change places with the least attended slot."""
+    columns = length[layer, head] + 1
+    if columns <= limit[layer, head]:
+        length[layer, head] = columns
+        return
+    first = offset[layer, head]
+    where = position[first : first + columns]
+    loser = least_attended(logits[head], columns, joined[0, head], joined[1, head], where, newest_allowed)
+    spare = first + columns - 1
+    exchange(keys, first + loser, spare)
+    exchange(values, first + loser, spare)
+    where[loser], where[columns - 1] = where[columns - 1], where[loser]
+
+
+@njit(nogil=True, fastmath=FASTMATH, error_model="numpy", cache=True)
 def decode_step(
+    thread: int,
+    counter: Any,  # int64 [2], zeros at the start: see kernels/team.py
     token: int,
     place: int,  # true position of the token
     threads: int,
@@ -102,166 +156,126 @@ def decode_step(
     out: Any,  # fp32 [vocab]
     like_weight: Any,
 ) -> None:
-    """Feed one token: writes its keys and values behind every row, counts rows up (or lets a slot go), fills `out`."""
+    """Feed one token: writes its keys and values behind every row, counts rows up (or lets a slot go), fills `out`.
+
+    Every thread of the team makes this call, each with its own number, and all return when the step is done.
+    """
     width, intermediate, heads, kv_heads, dim = shape[0], shape[1], shape[2], shape[3], shape[4]
     vocab, layers, kind, window = shape[5], shape[6], shape[7], shape[8]
     eps, query_scale = constants[0], constants[1]
     group = heads // kv_heads
     q_rows, kv_rows = heads * dim, kv_heads * dim
-    embed_row(token, ends, constants[2], hidden, like_weight)
+    met = 0
+    if thread == 0:
+        embed_row(token, ends, constants[2], hidden, like_weight)
+    met += 1
+    meet(counter, met, threads)
     for layer in range(layers):
         tasks = 0
         for head in range(kv_heads):
             tasks += pieces_of(length[layer, head] + 1)
-        for thread in prange(threads):
-            x = local[thread, :width]
-            normed_into(hidden, norms[layer, 0], eps, x)
-            begin, end = share(q_rows, thread, threads)
-            rows_times(matrices[layer, Q, 0], matrices[layer, Q, 1], begin, end, x, qkv, 0, like_weight)
-            add_bias(qkv, qkv_bias[layer], begin, end, 0)
-            begin, end = share(kv_rows, thread, threads)
-            rows_times(matrices[layer, K, 0], matrices[layer, K, 1], begin, end, x, qkv, q_rows, like_weight)
-            add_bias(qkv, qkv_bias[layer, q_rows:], begin, end, q_rows)
-            rows_times(matrices[layer, V, 0], matrices[layer, V, 1], begin, end, x, qkv, q_rows + kv_rows, like_weight)
-            add_bias(qkv, qkv_bias[layer, q_rows + kv_rows :], begin, end, q_rows + kv_rows)
-        for thread in prange(threads):
-            for task in range(tasks * thread // threads, tasks * (thread + 1) // threads):
-                head, piece = 0, task
-                while piece >= pieces_of(length[layer, head] + 1):
-                    piece -= pieces_of(length[layer, head] + 1)
-                    head += 1
-                columns = length[layer, head] + 1
-                first = offset[layer, head]
-                queries = turned[thread]
-                for g in range(group):
-                    query = qkv[(head * group + g) * dim : (head * group + g + 1) * dim]
-                    rotated_into(query, head_norms[layer, 0], eps, cos, sin, np.float32(1.0), queries[g])
-                    if piece == 0 and ring.shape[0]:
-                        ring[layer, place % ring.shape[1], head * group + g] = queries[g]
-                    for d in range(dim):
-                        queries[g, d] *= query_scale
-                size = piece_columns(columns)
-                at = piece * size
-                if at + size >= columns:
-                    newcomer = first + columns - 1
-                    key_norm = head_norms[layer, 1]
-                    start = q_rows + head * dim
-                    key, value = qkv[start : start + dim], qkv[start + kv_rows : start + kv_rows + dim]
-                    write_newcomer(key, value, key_norm, eps, cos, sin, keys[newcomer], values[newcomer])
-                    position[newcomer] = place
-                attend_piece(
-                    queries,
-                    keys,
-                    values,
-                    position,
-                    first + at,
-                    min(size, columns - at),
-                    place - sliding[layer] if sliding[layer] else -1,
-                    logits[head],
-                    at,
-                    top[head, piece],
-                    total[head, piece],
-                    parts[head, piece],
-                )
-        for thread in prange(threads):
-            x = local[thread, :q_rows]
-            for head in range(kv_heads):
-                pieces = pieces_of(length[layer, head] + 1)
-                for g in range(group):
-                    start = (head * group + g) * dim
-                    best, mass = combine(
-                        top[head, :pieces, g], total[head, :pieces, g], parts[head, :pieces, g], x[start : start + dim]
-                    )
-                    if thread == 0:
-                        joined[0, head, g], joined[1, head, g] = best, mass
-            begin, end = share(width, thread, threads)
-            update = middle[0]
-            rows_times(matrices[layer, OUT, 0], matrices[layer, OUT, 1], begin, end, x, update, 0, like_weight)
-            add_bias(update, o_bias[layer], begin, end, 0)
-            for row in range(begin, end):
-                hidden[row] += update[row]
-        for thread in prange(threads):
-            for head in range(thread, kv_heads, threads):
-                make_room(layer, head, place - window, offset, length, limit, keys, values, position, logits, joined)
-            x = local[thread, :width]
-            normed_into(hidden, norms[layer, 1], eps, x)
-            begin, end = share(intermediate, thread, threads)
-            gate, up = middle[0], middle[1]
-            rows_times(matrices[layer, GATE, 0], matrices[layer, GATE, 1], begin, end, x, gate, 0, like_weight)
-            rows_times(matrices[layer, UP, 0], matrices[layer, UP, 1], begin, end, x, up, 0, like_weight)
-            add_bias(gate, mlp_bias[layer], begin, end, 0)
-            add_bias(up, mlp_bias[layer, intermediate:], begin, end, 0)
-            for row in range(begin, end):
-                gate[row] = activate(gate[row], kind) * up[row]
-        for thread in prange(threads):
-            begin, end = share(width, thread, threads)
-            x = local[thread, :width]
-            rows_times(
-                matrices[layer, DOWN, 0],
-                matrices[layer, DOWN, 1],
-                begin,
-                end,
-                middle[0, :intermediate],
-                x,
-                0,
-                like_weight,
-            )
-            add_bias(x, mlp_bias[layer, 2 * intermediate :], begin, end, 0)
-            for row in range(begin, end):
-                hidden[row] += x[row]
-    for thread in prange(threads):
         x = local[thread, :width]
-        normed_into(hidden, norms[layers, 0], eps, x)
-        begin, end = share(vocab, thread, threads)
-        rows_times(ends[1, 0], ends[1, 1], begin, end, x, out, 0, like_weight)
-
-
-@njit(fastmath=FASTMATH)
-def embed_row(token: int, ends: Any, factor: float, hidden: Any, like: Any) -> None:
-    """The token's embedding, widened, times the family's factor."""
-    width = hidden.shape[0]
-    table = carray(pointer(ends[0, 0], like), (token + 1, width))
-    if ends[0, 1]:
-        factor *= carray(pointer(ends[0, 1], hidden), (token + 1,))[token]
-    for i in range(width):
-        hidden[i] = widen(table[token, i]) * factor
-
-
-@njit(fastmath=FASTMATH)
-def write_newcomer(
-    key: Any, value: Any, norm: Any, eps: float, cos: Any, sin: Any, key_slot: Any, value_slot: Any
-) -> None:
-    """Rotate the new token's key of one KV head, and write key and value `[head_dim]` into their slots."""
-    turned = np.empty(key.shape[0], np.float32)
-    rotated_into(key, norm, eps, cos, sin, np.float32(1.0), turned)
-    for d in range(key.shape[0]):
-        key_slot[d] = narrow(turned[d], key_slot)
-        value_slot[d] = narrow(value[d], value_slot)
-
-
-@njit(fastmath=FASTMATH)
-def make_room(
-    layer: int,
-    head: int,
-    newest_allowed: int,
-    offset: Any,
-    length: Any,
-    limit: Any,
-    keys: Any,
-    values: Any,
-    position: Any,
-    logits: Any,
-    joined: Any,
-) -> None:
-    """Count a row up, or at its limit let the newcomer change places with the least attended slot."""
-    columns = length[layer, head] + 1
-    if columns <= limit[layer, head]:
-        length[layer, head] = columns
-        return
-    first = offset[layer, head]
-    where = position[first : first + columns]
-    loser = least_attended(logits[head], columns, joined[0, head], joined[1, head], where, newest_allowed)
-    spare = first + columns - 1
-    exchange(keys, first + loser, spare)
-    exchange(values, first + loser, spare)
-    where[loser], where[columns - 1] = where[columns - 1], where[loser]
+        normed_into(hidden, norms[layer, 0], eps, x)
+        begin, end = share(q_rows, thread, threads)
+        rows_times(matrices[layer, Q, 0], matrices[layer, Q, 1], begin, end, x, qkv, 0, like_weight)
+        add_bias(qkv, qkv_bias[layer], begin, end, 0)
+        begin, end = share(kv_rows, thread, threads)
+        rows_times(matrices[layer, K, 0], matrices[layer, K, 1], begin, end, x, qkv, q_rows, like_weight)
+        add_bias(qkv, qkv_bias[layer, q_rows:], begin, end, q_rows)
+        rows_times(matrices[layer, V, 0], matrices[layer, V, 1], begin, end, x, qkv, q_rows + kv_rows, like_weight)
+        add_bias(qkv, qkv_bias[layer, q_rows + kv_rows :], begin, end, q_rows + kv_rows)
+        met += 1
+        meet(counter, met, threads)
+        for task in range(tasks * thread // threads, tasks * (thread + 1) // threads):
+            head, piece = 0, task
+            while piece >= pieces_of(length[layer, head] + 1):
+                piece -= pieces_of(length[layer, head] + 1)
+                head += 1
+            columns = length[layer, head] + 1
+            first = offset[layer, head]
+            queries = turned[thread]
+            for g in range(group):
+                query = qkv[(head * group + g) * dim : (head * group + g + 1) * dim]
+                rotated_into(query, head_norms[layer, 0], eps, cos, sin, np.float32(1.0), queries[g])
+                if piece == 0 and ring.shape[0]:
+                    ring[layer, place % ring.shape[1], head * group + g] = queries[g]
+                for d in range(dim):
+                    queries[g, d] *= query_scale
+            size = piece_columns(columns)
+            at = piece * size
+            if at + size >= columns:
+                newcomer = first + columns - 1
+                key_norm = head_norms[layer, 1]
+                start = q_rows + head * dim
+                key, value = qkv[start : start + dim], qkv[start + kv_rows : start + kv_rows + dim]
+                write_newcomer(key, value, key_norm, eps, cos, sin, keys[newcomer], values[newcomer])
+                position[newcomer] = place
+            attend_piece(
+                queries,
+                keys,
+                values,
+                position,
+                first + at,
+                min(size, columns - at),
+                place - sliding[layer] if sliding[layer] else -1,
+                logits[head],
+                at,
+                top[head, piece],
+                total[head, piece],
+                parts[head, piece],
+            )
+        met += 1
+        meet(counter, met, threads)
+        x = local[thread, :q_rows]
+        for head in range(kv_heads):
+            pieces = pieces_of(length[layer, head] + 1)
+            for g in range(group):
+                start = (head * group + g) * dim
+                best, mass = combine(
+                    top[head, :pieces, g], total[head, :pieces, g], parts[head, :pieces, g], x[start : start + dim]
+                )
+                if thread == 0:
+                    joined[0, head, g], joined[1, head, g] = best, mass
+        begin, end = share(width, thread, threads)
+        update = middle[0]
+        rows_times(matrices[layer, OUT, 0], matrices[layer, OUT, 1], begin, end, x, update, 0, like_weight)
+        add_bias(update, o_bias[layer], begin, end, 0)
+        for row in range(begin, end):
+            hidden[row] += update[row]
+        met += 1
+        meet(counter, met, threads)
+        for head in range(thread, kv_heads, threads):
+            make_room(layer, head, place - window, offset, length, limit, keys, values, position, logits, joined)
+        x = local[thread, :width]
+        normed_into(hidden, norms[layer, 1], eps, x)
+        begin, end = share(intermediate, thread, threads)
+        gate, up = middle[0], middle[1]
+        rows_times(matrices[layer, GATE, 0], matrices[layer, GATE, 1], begin, end, x, gate, 0, like_weight)
+        rows_times(matrices[layer, UP, 0], matrices[layer, UP, 1], begin, end, x, up, 0, like_weight)
+        add_bias(gate, mlp_bias[layer], begin, end, 0)
+        add_bias(up, mlp_bias[layer, intermediate:], begin, end, 0)
+        for row in range(begin, end):
+            gate[row] = activate(gate[row], kind) * up[row]
+        met += 1
+        meet(counter, met, threads)
+        begin, end = share(width, thread, threads)
+        x = local[thread, :width]
+        rows_times(
+            matrices[layer, DOWN, 0],
+            matrices[layer, DOWN, 1],
+            begin,
+            end,
+            middle[0, :intermediate],
+            x,
+            0,
+            like_weight,
+        )
+        add_bias(x, mlp_bias[layer, 2 * intermediate :], begin, end, 0)
+        for row in range(begin, end):
+            hidden[row] += x[row]
+        met += 1
+        meet(counter, met, threads)
+    x = local[thread, :width]
+    normed_into(hidden, norms[layers, 0], eps, x)
+    begin, end = share(vocab, thread, threads)
+    rows_times(ends[1, 0], ends[1, 1], begin, end, x, out, 0, like_weight)
