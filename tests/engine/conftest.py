@@ -13,6 +13,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
 
 class Dense:
     """A Llama-like model as dense float64 arithmetic over a whole text; any row may be hidden from any query."""
@@ -39,14 +44,19 @@ class Dense:
         first, second = x[..., :half], x[..., half:]
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
+    def sliding(self, layer: int) -> int | None:
+        """The layer's sliding window, as the config of its family says it."""
+        types, window = self.config.get("layer_types"), self.config.get("sliding_window")
+        if types is not None:
+            return window if types[layer] == "sliding_attention" else None
+        if self.config["model_type"].startswith("qwen"):
+            return window if self.config["use_sliding_window"] and layer >= self.config["max_window_layers"] else None
+        return window
+
     def causal(self, n: int, layer: int) -> Tensor:
         query, key = torch.arange(n)[:, None], torch.arange(n)[None]
-        visible = key <= query
-        sliding = self.config.get("sliding_window")
-        types = self.config.get("layer_types")
-        if sliding is not None and (types is None or types[layer] == "sliding_attention"):
-            visible &= key > query - sliding
-        return visible
+        sliding = self.sliding(layer)
+        return (key <= query) & (key > query - (sliding or n))
 
     def logits(self, ids: list[int], visible: dict[tuple[int, int], Tensor] | None = None) -> Tensor:
         """Logits `[n, vocab]`; `visible[layer, kv_head]` bool `[n, n]` hides keys beyond what causality hides."""
@@ -58,7 +68,8 @@ class Dense:
             h = self.rms_norm(x, p + "input_layernorm.weight")
 
             def heads(name: str, p: str = p, h: Tensor = h) -> Tensor:
-                return (h @ w[f"{p}self_attn.{name}.weight"].T).view(n, -1, self.head_dim).transpose(0, 1)
+                projected = h @ w[f"{p}self_attn.{name}.weight"].T + w.get(f"{p}self_attn.{name}.bias", 0.0)
+                return projected.view(n, -1, self.head_dim).transpose(0, 1)
 
             q, k, v = self.rotate(heads("q_proj")), self.rotate(heads("k_proj")), heads("v_proj")
             self.queries.append(q)
@@ -106,8 +117,7 @@ class Dense:
                 scores[layer, kv] = dict(zip(position[outside].tolist(), indicator.tolist(), strict=True))
             preferences.append(dispersion ** (1 / tau) * shift ** (1 / tau))
             available = max(len(columns[layer, kv]) for kv in range(self.kv_heads))
-            sliding = self.config.get("sliding_window")
-            caps.append(max(0, min(available, sliding or available) - min(window, total)))
+            caps.append(max(0, min(available, self.sliding(layer) or available) - min(window, total)))
         seats = [0] * self.layers
         candidates = [
             (-preferences[layer] / (seat - 0.5), layer)
@@ -157,6 +167,43 @@ def make_runner() -> Callable[..., Any]:
         return Runner(decoder, CacheConfig(**options), context=context, chunk=chunk, kv_dtype=kv_dtype)
 
     return make
+
+
+@pytest.fixture
+def model_folder(
+    tmp_path: Path, write_checkpoint: Callable[..., Path], write_byte_tokenizer: Callable[..., None]
+) -> Callable[..., Path]:
+    """A function `(name="model", *, template=CHAT_TEMPLATE, bos=True, **checkpoint)` that writes a whole model."""
+
+    def write(
+        name: str = "model", *, template: str | None = CHAT_TEMPLATE, bos: bool = True, **checkpoint: Any
+    ) -> Path:
+        folder = write_checkpoint(tmp_path / name, **checkpoint)
+        write_byte_tokenizer(folder, 300, chat_template=template, bos=bos)
+        return folder
+
+    return write
+
+
+@pytest.fixture
+def force(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[int]], list[Tensor]]:
+    """A function that makes every reply the ids given to it (for as long as they last); returns each step's logits."""
+    from cake_infer.engine import runner
+
+    choose = runner.choose
+
+    def forced(ids: list[int]) -> list[Tensor]:
+        seen: list[Tensor] = []
+        coming = list(ids)
+
+        def next_id(logits: Tensor, *arguments: Any, **options: Any) -> int:
+            seen.append(logits.clone())
+            return coming.pop(0) if coming else choose(logits, *arguments, **options)
+
+        monkeypatch.setattr(runner, "choose", next_id)
+        return seen
+
+    return forced
 
 
 @pytest.fixture
