@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import TypeVar
@@ -23,10 +24,9 @@ class Interrupt:
         self._previous: object = None
 
     def __enter__(self) -> Interrupt:
-        try:
+        # a job in the background ignores Ctrl-C from its start, and goes on ignoring it
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
             self._previous = signal.signal(signal.SIGINT, self._handle)
-        except ValueError:
-            self._previous = None
         return self
 
     def __exit__(
