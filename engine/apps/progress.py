@@ -64,7 +64,7 @@ class ProgressBar:
             return
         self._drawn_at = now
         self._write(CLEAR_LINE + self._line(stage, done, total, detail, now - self._started))
-        self._visible = True
+        self._visible = self._stream is not None
 
     def clear(self) -> None:
         """Removes the bar from the terminal, if there is one."""
