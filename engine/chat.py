@@ -6,7 +6,7 @@ What an earlier turn's eviction dropped stays dropped: kept sets only shrink, an
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from ..errors import OptionError, PromptError
 from .generation import GenerationConfig
 from .reply import OnProgress, reply
 from .results import Piece
+from .runner import Timing
 from .sequence import Sequence
 from .statistics import Statistics
 from .text import check_text
@@ -37,16 +38,19 @@ class Chat:
     def __init__(self, engine: Engine, system: str | None = None) -> None:
         engine.chat_template()
         self.engine = engine
-        self._system = system
-        self._budget: int | None = None
+        self._system = check_text(system, "the system text") if system else None
+        self._budget: Budget | None = None
         self.stats: Statistics | None = None
         self._told_apart = False
+        self._speaking = False
         self.clear()
 
     def clear(self) -> None:
         """Start over: forget every turn. System text and budget stay."""
+        self._check_idle()
         self._sequence = Sequence()
         self._pending: list[int] = []  # chosen but not yet fed: the last token of a reply that did not end by itself
+        self._finished_by: int | None = None  # the end token of the last reply, which is never fed
         self.messages: list[dict[str, str]] = []
         self.stats = None
 
@@ -59,7 +63,7 @@ class Chat:
     def system(self, text: str | None) -> None:
         if self.messages:
             raise OptionError("the system text stands in front of the conversation: clear the conversation first")
-        self._system = text
+        self._system = check_text(text, "the system text") if text else None
 
     @property
     def context(self) -> int:
@@ -74,15 +78,22 @@ class Chat:
     @property
     def budget(self) -> int | None:
         """Tokens kept per layer and KV head; None while nothing has fixed it, or if nothing is evicted."""
-        return self._sequence.budget if self._sequence.total else self._budget
+        if self._sequence.total:
+            return self._sequence.budget
+        return self._budget.count if self._budget is not None else None
 
     def set_budget(self, budget: int | str) -> None:
-        """Change the budget from the next turn on. What is already gone does not come back."""
+        """Change the budget from the next turn on. What is already gone does not come back.
+
+        A percentage is of the conversation so far; of the first message's prompt if there is none yet.
+        """
         runner = self.engine.runner
         if not runner.policy(None).evicts:
             raise OptionError(f"the policy {self.engine.cache.policy!r} keeps everything: there is no budget to set")
-        tokens = Budget.parse(budget).tokens(max(1, self._sequence.total))
-        self._budget = check_budget(tokens, self.engine.cache.window)
+        wanted = Budget.parse(budget)
+        if wanted.count is not None or self._sequence.total:
+            wanted = Budget(count=check_budget(wanted.tokens(self._sequence.total), self.engine.cache.window))
+        self._budget = wanted
 
     def send(
         self,
@@ -91,68 +102,85 @@ class Chat:
         config: GenerationConfig | None = None,
         on_progress: OnProgress | None = None,
         **options: Any,
-    ) -> Iterator[Piece]:
-        """Say something and stream the reply. Options as for `Engine.stream`.
+    ) -> Generator[Piece]:
+        """Say something and stream the reply. Options as for `Engine.stream`. One turn at a time.
 
         Raises PromptError before anything is changed if the turn does not fit the context (both numbers are said).
         """
+        self._check_idle()
         check_text(text, "the message")
         if not text.strip():
             raise PromptError("the message is empty")
         generation = self.engine._generation(config, options)
-        return self._turn(text, self._turn_ids(text), generation, on_progress)
-
-    def _turn_ids(self, text: str) -> list[int]:
-        template = self.engine.chat_template()
-        if self.messages:
-            return [*self._pending, *template.encode_turn(text)]
-        first = [{"role": "system", "content": self._system}] if self._system else []
-        return template.encode([*first, {"role": "user", "content": text}])
-
-    def _turn(
-        self, text: str, ids: list[int], generation: GenerationConfig, on_progress: OnProgress | None
-    ) -> Iterator[Piece]:
-        runner = self.engine.runner
+        ids = self._turn_ids(text)
         total = self._sequence.total + len(ids)
         if total >= self.context:
             raise PromptError(
                 f"with this message the conversation has {total:,} tokens, but the context is {self.context:,}: "
                 "clear the conversation (/clear), or send less"
             )
-        sequence, saved = self._sequence, None
-        if sequence.total:
-            saved = runner.checkpoint(sequence)
-            length = min(total + (generation.max_new_tokens or 0), self.context)
-            if sequence.rotary is not None and runner.rotary(length).key != sequence.rotary.key:
-                log.info("the rotary frequencies change with the length: the conversation is read anew")
-                sequence, ids = Sequence(), [*sequence.ids, *ids]
-        if self._budget is not None:
-            sequence.budget = self._budget
+        return self._turn(text, ids, generation, on_progress)
+
+    def _check_idle(self) -> None:
+        if self._speaking:
+            raise OptionError("the reply is still being written: read it to its end, or close its stream first")
+
+    def _turn_ids(self, text: str) -> list[int]:
+        template = self.engine.chat_template()
+        if self.messages:
+            return [*self._pending, *template.encode_turn(text, finished_by=self._finished_by)]
+        first = [{"role": "system", "content": self._system}] if self._system else []
+        return template.encode([*first, {"role": "user", "content": text}])
+
+    def _turn(
+        self, text: str, ids: list[int], generation: GenerationConfig, on_progress: OnProgress | None
+    ) -> Generator[Piece]:
+        self._check_idle()
+        runner, sequence, saved = self.engine.runner, self._sequence, None
+        before = sequence.total + len(ids)
         pieces: list[Piece] = []
-        before = len(sequence.ids) + len(ids)
+        self._speaking = True
         try:
-            stream = reply(self.engine, sequence, ids, generation, on_progress=on_progress, share=KV_MEMORY_SHARE)
+            if sequence.total:
+                saved = runner.checkpoint(sequence)
+                length = min(before + (generation.max_new_tokens or 0), self.context)
+                if sequence.rotary is not None and runner.rotary(length).key != sequence.rotary.key:
+                    log.info("the rotary frequencies change with the length: the conversation is read anew")
+                    sequence, ids = Sequence(budget=sequence.budget), [*sequence.ids, *ids]
+            if self._budget is not None and (self._budget.count is not None or not self._sequence.total):
+                sequence.budget = check_budget(self._budget.tokens(before), self.engine.cache.window)
+            timing = Timing()
+            stream = reply(
+                self.engine,
+                sequence,
+                ids,
+                generation,
+                on_progress=on_progress,
+                share=KV_MEMORY_SHARE,
+                timing=timing,
+            )
             with closing(stream):
                 for piece in stream:
                     pieces.append(piece)
                     if piece.finish_reason is not None:
-                        self._keep(text, sequence, pieces, before)
+                        self._keep(text, sequence, pieces, before, timing.finished_by)
                     yield piece
         finally:
+            self._speaking = False
             if not pieces or (pieces[-1].finish_reason is None and sequence.spoilt):
                 if saved is not None:
                     runner.restore(self._sequence, saved)
                 else:
                     self._sequence = Sequence()
             elif pieces[-1].finish_reason is None:
-                self._keep(text, sequence, pieces, before)
+                self._keep(text, sequence, pieces, before, None)
 
-    def _keep(self, text: str, sequence: Sequence, pieces: list[Piece], before: int) -> None:
+    def _keep(self, text: str, sequence: Sequence, pieces: list[Piece], before: int, end: int | None) -> None:
         """Take a turn into the history, whole or as far as it came."""
         self._sequence = sequence
         # A reply's last token has been shown and not fed, unless an end token followed it: the next turn feeds it.
         chosen = [piece.id for piece in pieces if piece.id is not None]
-        self._pending = chosen[sequence.total - before :]
+        self._pending, self._finished_by = chosen[sequence.total - before :], end
         self.messages += [
             {"role": "user", "content": text},
             {"role": "assistant", "content": "".join(piece.text for piece in pieces)},

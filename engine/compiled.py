@@ -35,9 +35,11 @@ class CompiledStep:
     on it, bit for bit. Raises BackendError with the reason where the kernel cannot run.
     """
 
-    def __init__(self, decoder: Decoder, threads: int) -> None:
+    def __init__(self, decoder: Decoder, kv_dtype: torch.dtype, threads: int) -> None:
         if decoder.device.type != "cpu":
             raise BackendError("the compiled step runs on a CPU")
+        if kv_dtype not in (torch.float32, torch.bfloat16):
+            raise BackendError(f"the compiled step has no form for keys and values stored as {kv_dtype}")
         config = decoder.config
         matrices = [getattr(layer, name) for layer in decoder.layers for name in MATRICES]
         stored = {matrix.dtype for matrix in (*matrices, decoder.embed_tokens, decoder.lm_head)}
@@ -151,7 +153,7 @@ class CompiledStep:
     # -- running ------------------------------------------------------------------------------------------------------
 
     def step(self, arena: Arena, sequence: Sequence, token: int, *, window: int) -> Tensor:
-        """Feed one token. Returns logits fp32 `[vocab]`, valid until the next step; see `decode.step`."""
+        """Feed one token. Returns the next token's logits fp32 `[vocab]`; see `decode.step`."""
         position = sequence.total
         self._make_room(arena)
         self._shape[8] = window
@@ -199,7 +201,7 @@ class CompiledStep:
             self._compile(kind, arguments)
         self._team.run(self._step.decode_step, *arguments)
         sequence.ids.append(token)
-        return self._out
+        return self._out.clone()
 
 
 def _address(matrix: Matrix) -> tuple[int, int]:

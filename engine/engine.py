@@ -13,28 +13,41 @@ from typing import Any, overload
 import torch
 
 from ..cache.config import CacheConfig
-from ..errors import BackendError, CakeError, OptionError, PromptError, TokenizerError
+from ..errors import CakeError, OptionError, PromptError, TokenizerError
 from ..models.chat_template import ChatTemplate
 from ..models.config import ModelConfig, read_config, with_rope_scaling
 from ..models.decoder import Decoder
 from ..models.hub import resolve_model
+from ..models.packed import as_int8, load_int8
 from ..models.tokenizer import Tokenizer
 from ..models.weights import load_decoder, random_decoder
+from .available import available_memory
 from .chat import Chat
 from .generation import GenerationConfig, resolve_generation
-from .loading import choose_device, context_limit, generation_defaults, load_tokenizer
-from .memory import available_memory, check_memory, plan_run, weights_of
+from .loading import (
+    cache_config,
+    check_choice,
+    check_quant,
+    choose_device,
+    context_limit,
+    dtype_name,
+    generation_defaults,
+    load_tokenizer,
+    stage_reporter,
+)
+from .memory import check_download, check_memory, plan_run, weights_of
+from .precision import DTYPES
 from .reply import OnProgress, reply
-from .results import Piece, Progress, Result, TokenLogprobs
+from .results import Piece, Result, collect
 from .runner import Runner, room_for_reply
 from .sequence import Sequence as TextSequence
+from .stepper import STEPS
 from .text import check_text
 
 log = logging.getLogger(__name__)
 
 Message = dict[str, str]
 ATTENTION = ("auto", "sdpa")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Engine:
@@ -56,12 +69,13 @@ class Engine:
         chunk: int,
         device: torch.device,
         dtype: str | None,
+        quant: str | None,
         defaults: dict[str, object],
         random_weights: bool = False,
     ) -> None:
         self.model_path, self.config, self.tokenizer, self.template = model_path, config, tokenizer, template
         self.cache, self.context, self.chunk, self.device, self.dtype = cache, context, chunk, device, dtype
-        self.defaults, self.random_weights = defaults, random_weights
+        self.quant, self.defaults, self.random_weights = quant, defaults, random_weights
         self.load_s = 0.0
         self._runner: Runner | None = None
 
@@ -81,6 +95,8 @@ class Engine:
         rope_scaling: str | None = None,
         chunk: int = 512,
         attention: str = "auto",
+        step: str = "auto",
+        quant: str | None = None,
         random_weights: bool = False,
         weights_seed: int = 0,
         on_progress: OnProgress | None = None,
@@ -91,31 +107,41 @@ class Engine:
 
         cache: a CacheConfig, or give its fields as keywords (budget=1024, policy="cake", decode_policy="hold", ...).
         dtype: storage of the weights, default the checkpoint's; on a CPU they are multiplied in fp32.
-        threads: CPU threads of this process's torch. context: the most tokens of a text, default the model's own.
+        quant: "int8" packs the weights, once, into the user's cache folder (CPU).
+        threads: CPU threads, default one per core; set for the whole process's torch. step: what decodes, see
+        `engine/stepper.py`. context: the most tokens of a text, default the model's own.
         random_weights: `model` is a config.json or its folder, and the values are random (for benchmarks).
         before_weights: called once config and tokenizer are there and before a weight is read; may raise.
         Raises CakeError's family, each with what to do.
         """
         started = time.perf_counter()
-        cache = _cache_config(cache, cache_options)
-        if attention not in ATTENTION:
-            raise BackendError(
-                f"there is no attention backend {attention!r} here: choose one of {', '.join(ATTENTION)}"
-            )
+        cache = cache_config(cache, cache_options)
+        check_choice("attention backend", attention, ATTENTION)
+        check_choice("step", step, STEPS)
         if chunk < 1:
             raise OptionError(f"chunk must be at least 1 token, not {chunk}")
-        if dtype is not None and dtype not in DTYPES:
-            raise OptionError(f"unknown dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
+        if dtype is not None:
+            check_choice("dtype", dtype, DTYPES)
         target = choose_device(device)
+        check_quant(quant, dtype, target)
         if threads is not None:
             torch.set_num_threads(threads)
-        report = _stage_reporter(on_progress)
-        path = Path(model) if random_weights else resolve_model(str(model), revision=revision, on_progress=report)
-        if random_weights and path.is_file():
-            path = path.parent
+        report = stage_reporter(on_progress)
+        path = (
+            Path(model)
+            if random_weights
+            else resolve_model(
+                str(model),
+                revision=revision,
+                on_progress=report,
+                before_download=partial(check_download, cache=cache, dtype=dtype, chunk=chunk, device=target),
+            )
+        )
         config = read_config(path)
         if rope_scaling is not None:
             config = with_rope_scaling(config, rope_scaling)
+        if path.is_file():  # another name than config.json says nothing of the files beside it
+            path = path.parent if path.name == "config.json" else Path()
         engine = cls(
             path,
             config,
@@ -126,27 +152,36 @@ class Engine:
             chunk=chunk,
             device=target,
             dtype=dtype,
+            quant=quant,
             defaults=generation_defaults(path),
             random_weights=random_weights,
         )
         if before_weights is not None:
             before_weights(engine)
-        loading = None if report is None else partial(report, "load")
-        decoder = (
-            random_decoder(config, device=target, dtype=dtype, seed=weights_seed)
-            if random_weights
-            else load_decoder(path, config, device=target, dtype=dtype, on_progress=loading)
+        decoder = engine._weights(None if report is None else partial(report, "load"), weights_seed)
+        engine._runner = Runner(
+            decoder,
+            cache,
+            context=engine.context,
+            chunk=chunk,
+            valid_ids=None if tokenizer is None else min(tokenizer.vocab_size, config.vocab_size),
+            unused_ids=() if tokenizer is None else tokenizer.unused_ids,
+            step=step,
+            threads=threads or torch.get_num_threads(),
         )
-        engine._attach(decoder)
-        log.info(
-            "%s: %s weights, computed in %s on %s",
-            path.name,
-            _name(decoder.dtype),
-            _name(decoder.compute_dtype),
-            target,
-        )
+        names = [dtype_name(dtype) for dtype in (decoder.dtype, engine._runner.layout.kv_dtype, decoder.compute_dtype)]
+        log.info("%s: %s weights, %s keys and values, computed in %s on %s", path.name, *names, target)
         engine.load_s = time.perf_counter() - started
         return engine
+
+    def _weights(self, on_progress: Callable[[int, int], None] | None, seed: int) -> Decoder:
+        path, config = self.model_path, self.config
+        if self.random_weights:
+            decoder = random_decoder(config, device=self.device, dtype=self.dtype, seed=seed)
+            return as_int8(decoder) if self.quant else decoder
+        if self.quant:
+            return load_int8(path, config, on_progress=on_progress)
+        return load_decoder(path, config, device=self.device, dtype=self.dtype, on_progress=on_progress)
 
     def check_room(self, prompt_tokens: int, config: GenerationConfig | None = None) -> None:
         """Compare what a one-shot run needs with what there is. Needs no weights, only their headers.
@@ -155,7 +190,9 @@ class Engine:
         near the limit a warning is logged.
         """
         wanted = self._generation(config, {}).max_new_tokens or 0
-        weights, stored = weights_of(None if self.random_weights else self.model_path, self.config, self.dtype)
+        weights, stored = weights_of(
+            None if self.random_weights else self.model_path, self.config, self.dtype, self.quant
+        )
         plan = plan_run(
             self.config,
             self.cache,
@@ -167,17 +204,6 @@ class Engine:
             device=self.device,
         )
         check_memory(plan, available_memory(str(self.device)))
-
-    def _attach(self, decoder: Decoder) -> None:
-        valid = None if self.tokenizer is None else min(self.tokenizer.vocab_size, self.config.vocab_size)
-        self._runner = Runner(
-            decoder,
-            self.cache,
-            context=self.context,
-            chunk=self.chunk,
-            valid_ids=valid,
-            kv_dtype=DTYPES[self.cache.kv_dtype] if self.cache.kv_dtype else None,
-        )
 
     @property
     def runner(self) -> Runner:
@@ -255,7 +281,8 @@ class Engine:
                 raise PromptError(f"token id {wrong[0]} is outside the model's vocabulary of {self.config.vocab_size}")
         elif messages is not None:
             for message in messages:
-                check_text(message.get("content") or "", f"the {message.get('role', 'chat')} message")
+                if isinstance(content := message.get("content"), str):
+                    check_text(content, f"the {message.get('role', 'chat')} message")
             result = self.chat_template().encode(messages)
         else:
             assert prompt is not None
@@ -292,42 +319,3 @@ class Engine:
         """Every id that ends a reply: of config.json, generation_config.json and the tokenizer."""
         own = self.tokenizer.eos_ids if self.tokenizer is not None else ()
         return frozenset(self.config.eos_token_ids) | frozenset(own)
-
-
-def collect(pieces: Iterator[Piece], prompt_ids: list[int]) -> Result:
-    """The whole of a stream."""
-    texts, ids, logprobs = [], [], []
-    for piece in pieces:
-        texts.append(piece.text)
-        if piece.id is not None:
-            ids.append(piece.id)
-            if piece.top_logprobs is not None:
-                logprobs.append(TokenLogprobs(piece.id, piece.logprob, piece.top_logprobs))
-        if piece.finish_reason is not None and piece.stats is not None:
-            found = tuple(logprobs) if logprobs else None
-            return Result("".join(texts), tuple(ids), piece.finish_reason, piece.stats, tuple(prompt_ids), found)
-    raise CakeError("the reply ended without a reason")
-
-
-def _cache_config(cache: CacheConfig | None, options: dict[str, Any]) -> CacheConfig:
-    known = {field.name for field in fields(CacheConfig)}
-    unknown = sorted(set(options) - known)
-    if unknown:
-        raise OptionError(f"unknown option {unknown[0]!r}: the cache's options are {', '.join(sorted(known))}")
-    given = {name: value for name, value in options.items() if value is not None}
-    return replace(cache, **given) if cache is not None else CacheConfig(**given)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _stage_reporter(on_progress: OnProgress | None) -> Callable[[str, int, int], None] | None:
-    if on_progress is None:
-        return None
-    callback = on_progress
-
-    def report(stage: str, done: int, total: int) -> None:
-        callback(Progress("load" if stage == "load" else "download", done, total))
-
-    return report

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from ..cache.config import CacheConfig
 from ..errors import BackendError, OptionError
 from ..models.config import ModelConfig
 from ..models.tokenizer import Tokenizer
+from .results import Progress
+
+QUANTS = ("int8",)
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -25,6 +32,23 @@ def choose_device(name: str | None) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise BackendError("there is no CUDA device here (or this torch was built without CUDA): use --device cpu")
     return device
+
+
+def check_choice(what: str, value: str, choices: Iterable[str]) -> None:
+    """Raise OptionError unless `value` is one of the choices."""
+    if value not in choices:
+        raise OptionError(f"unknown {what} {value!r}: choose one of {', '.join(choices)}")
+
+
+def check_quant(quant: str | None, dtype: str | None, device: torch.device) -> None:
+    """Raise OptionError or BackendError for a quantisation that cannot be applied."""
+    if quant is None:
+        return
+    check_choice("quantisation", quant, QUANTS)
+    if dtype is not None:
+        raise OptionError(f"weights are stored either as {quant} or as {dtype}: give one of quant and dtype")
+    if device.type != "cpu":
+        raise BackendError(f"{quant} weights run on a CPU only: leave quant out, or choose --device cpu")
 
 
 def context_limit(asked: int | None, config: ModelConfig) -> int:
@@ -58,3 +82,27 @@ def generation_defaults(path: Path) -> dict[str, object]:
     except (OSError, ValueError) as error:
         raise OptionError(f"{file} cannot be read: {error}; repair or remove it") from None
     return loaded if isinstance(loaded, dict) else {}
+
+
+def cache_config(cache: CacheConfig | None, options: dict[str, Any]) -> CacheConfig:
+    known = {field.name for field in fields(CacheConfig)}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise OptionError(f"unknown option {unknown[0]!r}: the cache's options are {', '.join(sorted(known))}")
+    given = {name: value for name, value in options.items() if value is not None}
+    return replace(cache, **given) if cache is not None else CacheConfig(**given)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def stage_reporter(on_progress: Callable[[Progress], None] | None) -> Callable[[str, int, int], None] | None:
+    if on_progress is None:
+        return None
+    callback = on_progress
+
+    def report(stage: str, done: int, total: int) -> None:
+        callback(Progress("load" if stage == "load" else "download", done, total))
+
+    return report

@@ -16,9 +16,11 @@ from ..cache.policies import PolicyModel, make_policy
 from ..errors import MemoryLimit, OptionError, WeightsError
 from ..models.config import ModelConfig, read_config
 from ..models.headers import tensor_headers
+from ..models.packed import int8_bytes
 from ..models.parameters import layer_parameters
 from ..models.weights import DTYPES, weight_bytes
 from .available import Available, available_memory
+from .precision import kv_dtype
 
 log = logging.getLogger(__name__)
 
@@ -80,8 +82,8 @@ def plan_run(
     `weights` bytes of matrices in the dtype `stored`. Raises BudgetError where the budget is below its minimum.
     """
     compute_dtype = torch.float32 if torch.device(device).type == "cpu" else stored
-    kv_dtype = compute_dtype if cache.kv_dtype is None else getattr(torch, cache.kv_dtype)
-    layout = ArenaLayout(config.num_layers, config.num_kv_heads, config.head_dim, kv_dtype, compute_dtype)
+    kept_dtype = kv_dtype(cache, stored, compute_dtype)
+    layout = ArenaLayout(config.num_layers, config.num_kv_heads, config.head_dim, kept_dtype, compute_dtype)
     hold = cache.decode_policy == "hold"
     budget = first_budget(config, cache, layout, prompt_tokens, new_tokens)
     evicting = budget is not None and prompt_tokens > budget
@@ -109,12 +111,16 @@ def plan_run(
     )
 
 
-def weights_of(folder: Path | None, config: ModelConfig, dtype: str | None) -> tuple[int, torch.dtype]:
+def weights_of(
+    folder: Path | None, config: ModelConfig, dtype: str | None, quant: str | None = None
+) -> tuple[int, torch.dtype]:
     """Bytes of a model's weights and the dtype of its matrices, as they will be loaded.
 
     From the headers of the folder's safetensors; from the config alone where they are not there (yet) or `folder` is
     None. `dtype` is what the user asked for.
     """
+    if quant is not None:
+        return int8_bytes(config), torch.int8
     if folder is not None:
         try:
             nbytes = weight_bytes(folder, dtype)
@@ -190,7 +196,9 @@ def working_bytes(
     tile = min(attended, STATISTICS_TILE * torch.get_num_threads())
     statistics = (attended + tile + (config.num_kv_heads + 6 * group) * prompt_tokens) * FP32
     # the bounce buffer grows to the longest layer that is moved: some layers keep about twice the mean
-    bounce = min(BOUNCE_BYTES, 2 * budget * layout.num_kv_heads * layout.head_dim * layout.kv_dtype.itemsize)
+    bounce = min(
+        BOUNCE_BYTES, min(2 * budget, prompt_tokens) * layout.num_kv_heads * layout.head_dim * layout.kv_dtype.itemsize
+    )
     return max(mlp, attention, statistics) + tables + bounce
 
 

@@ -33,6 +33,8 @@ class EngineOptions:
     rope_scaling: str | None = None
     chunk: int = 512
     attention: str = "auto"
+    step: str = "auto"
+    quant: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("threads", "context", "chunk"):
@@ -115,7 +117,9 @@ CACHE_FLAGS = {
     "tau1": Flag("CAKE: temperature of a layer's dispersion; default by model and budget", number, "X"),
     "tau2": Flag("CAKE: temperature of a layer's shift; default by model and budget", number, "X"),
     "gamma": Flag("CAKE: weight of the variance in a token's score", number, "X"),
-    "kv_dtype": Flag("number format of the kept keys and values; default that of the computation", choices=DTYPES),
+    "kv_dtype": Flag(
+        "number format of the kept keys and values; default bfloat16 for bfloat16 and int8 weights", choices=DTYPES
+    ),
 }
 
 GENERATION_FLAGS = {
@@ -142,6 +146,11 @@ ENGINE_FLAGS = {
     "rope_scaling": Flag("stretch the context: linear:F, dynamic:F or yarn:F", metavar="KIND:F"),
     "chunk": Flag("tokens read at a time within a layer", positive_count, "N"),
     "attention": Flag("attention backend: auto or sdpa", metavar="NAME"),
+    "step": Flag(
+        "what decodes: compiled (numba), eager (plain torch), or auto: compiled where it can be",
+        choices=("auto", "compiled", "eager"),
+    ),
+    "quant": Flag("int8 weights, packed once into the cache folder (CPU)", choices=("int8",)),
 }
 
 # fields that are constants of the method rather than choices of a user

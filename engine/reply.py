@@ -27,12 +27,13 @@ def reply(
     *,
     on_progress: OnProgress | None = None,
     share: float = 1.0,
+    timing: Timing | None = None,
 ) -> Generator[Piece]:
     """Feed `prompt_ids` to a sequence and yield the reply. `generation` is resolved; see `Engine.stream`.
 
     The end token is not part of the reply; then, and where only held-back text is left, the last piece has no id.
     """
-    runner, timing = engine.runner, Timing()
+    runner, timing = engine.runner, timing or Timing()
     text = TextStream(engine.tokenizer, prompt_ids, stop=generation.stop) if engine.tokenizer is not None else None
     count, finish, tail = 0, "length", ""
     tokens = runner.generate(

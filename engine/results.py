@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from ..errors import CakeError
 from .statistics import Statistics
 
 FinishReason = Literal["stop", "length", "interrupted"]
@@ -64,3 +66,18 @@ class Progress:
     def share(self) -> float:
         """Between 0 and 1; 1 where there is nothing to do."""
         return min(1.0, self.done / self.total) if self.total > 0 else 1.0
+
+
+def collect(pieces: Iterator[Piece], prompt_ids: list[int]) -> Result:
+    """The whole of a stream."""
+    texts, ids, logprobs = [], [], []
+    for piece in pieces:
+        texts.append(piece.text)
+        if piece.id is not None:
+            ids.append(piece.id)
+            if piece.top_logprobs is not None:
+                logprobs.append(TokenLogprobs(piece.id, piece.logprob, piece.top_logprobs))
+        if piece.finish_reason is not None and piece.stats is not None:
+            found = tuple(logprobs) if logprobs else None
+            return Result("".join(texts), tuple(ids), piece.finish_reason, piece.stats, tuple(prompt_ids), found)
+    raise CakeError("the reply ended without a reason")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -20,12 +21,13 @@ from ..cache.policies.base import Policy, PolicyModel
 from ..errors import PromptError
 from ..models.decoder import Decoder
 from ..models.rope import Rotary
-from . import decode, prefill
+from . import precision, prefill
 from .generation import GenerationConfig
 from .memory import first_budget
 from .results import TokenLogprobs
 from .sampling import History, choose, log_probabilities
 from .sequence import Checkpoint, QueryRing, Sequence
+from .stepper import Step, make_step
 from .tenancy import Tenancy
 
 log = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ class Timing:
     decode_steps: int = 0
     lengths: tuple[tuple[int, ...], ...] = ()  # kept tokens per layer and KV head after the prefill
     total: int = 0  # true tokens after the prefill
+    finished_by: int | None = None  # the end token that the reply ended with, if it did
 
 
 class Runner:
@@ -65,7 +68,10 @@ class Runner:
         context: int,
         chunk: int,
         valid_ids: int | None = None,
+        unused_ids: tuple[int, ...] = (),
         kv_dtype: torch.dtype | None = None,
+        step: str = "auto",
+        threads: int = 1,
     ) -> None:
         config = decoder.config
         self.decoder, self.cache, self.context, self.chunk, self.valid_ids = decoder, cache, context, chunk, valid_ids
@@ -73,9 +79,12 @@ class Runner:
             config.num_layers,
             config.num_kv_heads,
             config.head_dim,
-            kv_dtype or decoder.compute_dtype,
+            kv_dtype or precision.kv_dtype(cache, decoder.dtype, decoder.compute_dtype),
             decoder.compute_dtype,
         )
+        # rows of the head below `valid_ids` that no token has: like the padding behind them, never to be chosen
+        self.unused = torch.tensor(unused_ids, device=decoder.device) if unused_ids else None
+        self._wanted_step, self._threads = step, threads
         self.model = PolicyModel(config.model_type, config.num_layers, config.hidden_size, config.vocab_size)
         self.tenancy = Tenancy(self.layout, decoder.device, hold=self.hold, kv_memory=cache.kv_memory)
         self._lock = threading.RLock()  # steps of concurrent callers queue, each on its own sequence
@@ -124,6 +133,11 @@ class Runner:
         """The frequencies for a text that will have `length` tokens (dynamic and longrope choose by it, once)."""
         return Rotary(self.decoder.config.rope, length, self.decoder.device)
 
+    @cached_property
+    def step(self) -> Step:
+        """What makes the decode steps; looked for when the first one is due."""
+        return make_step(self.decoder, self.layout.kv_dtype, self._wanted_step, self._threads)
+
     @contextmanager
     def _whole(self, sequence: Sequence) -> Iterator[None]:
         """Mark the sequence as spoilt if what runs inside does not come to its end."""
@@ -164,12 +178,16 @@ class Runner:
             history = History(self.decoder.config.vocab_size, sequence.ids, self.decoder.device)
         for index in range(limit):
             started = time.perf_counter()
+            if self.unused is not None:
+                logits = logits.index_fill(0, self.unused, float("-inf"))
             token = choose(logits, generation, history, generation.seed or 0, index, valid=self.valid_ids)
             logprobs = None
             if generation.logprobs is not None:
                 logprobs = log_probabilities(logits, token, generation.logprobs, valid=self.valid_ids)
             reason = "stop" if token in stop_ids else "length" if index == limit - 1 else None
             timing.decode_s += time.perf_counter() - started
+            if reason == "stop":
+                timing.finished_by = token
             yield Token(token, logprobs, reason)
             if reason:
                 return
@@ -179,7 +197,7 @@ class Runner:
             with self._lock:
                 self.tenancy.activate(sequence)
                 with self._whole(sequence), torch.inference_mode():
-                    logits = decode.step(self.decoder, self.tenancy.arena, sequence, token, window=self.cache.window)
+                    logits = self.step(self.tenancy.arena, sequence, token, window=self.cache.window)
             timing.decode_s += time.perf_counter() - started
             timing.decode_steps += 1
 

@@ -141,11 +141,11 @@ class ModelConfig:
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """The config of a model folder, with the end tokens of generation_config.json added to its own.
+    """The config of a model folder, with the end tokens of generation_config.json added to its own; or of one file.
 
     Raises `ModelNotFound` without a config.json, and `UnsupportedModel` as `ModelConfig.from_dict` does.
     """
-    path = Path(folder) / "config.json"
+    path = Path(folder) if Path(folder).is_file() else Path(folder) / "config.json"
     if not path.is_file():
         raise ModelNotFound(f"{folder} has no config.json; it is not the folder of a Hugging Face model")
     config = ModelConfig.from_dict(read_json_object(path), where=str(path))

@@ -58,6 +58,11 @@ def load_int8(folder: str | Path, config: ModelConfig, *, on_progress: OnProgres
     return _assembled(config, {name: loader.map(header, types[header.dtype]) for name, header in headers.items()})
 
 
+def as_int8(decoder: Decoder) -> Decoder:
+    """The same model with int8 matrices, in memory."""
+    return _assembled(decoder.config, _quantised(decoder))
+
+
 def int8_bytes(config: ModelConfig) -> int:
     """Bytes of a model with int8 matrices, from its shapes alone (norms and biases counted as fp32)."""
     shapes = parameter_shapes(config).values()

@@ -151,6 +151,8 @@ MODEL_FLAGS: dict[str, Observation] = {
     "--rope-scaling": (["--rope-scaling", "yarn:2"], loaded("rope_scaling"), "yarn:2"),
     "--chunk": (["--chunk", "64"], loaded("chunk"), 64),
     "--attention": (["--attention", "sdpa"], loaded("attention"), "sdpa"),
+    "--step": (["--step", "eager"], loaded("step"), "eager"),
+    "--quant": (["--quant", "int8"], loaded("quant"), "int8"),
     "--budget": (["--budget", "3.2%"], cached("budget"), "3.2%"),
     "--kv-memory": (["--kv-memory", "5MiB"], cached("kv_memory"), "5MiB"),
     "--policy": (["--policy", "full"], cached("policy"), "full"),

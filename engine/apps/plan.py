@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     others = tuple(name for name in GENERATION_FLAGS if name != "max_new_tokens")
     add_flags(length, GenerationConfig, GENERATION_FLAGS, skip=others)
-    add_model_arguments(parser, skip=("threads", "attention", "tau1", "tau2", "gamma"))
+    add_model_arguments(parser, skip=("threads", "attention", "step", "tau1", "tau2", "gamma"))
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
 
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         config = with_rope_scaling(config, options.rope_scaling)
     context = context_limit(options.context, config)
     prompt_tokens, new_tokens = lengths(context, args.prompt_tokens, new_tokens)
-    weights, stored = weights_of(None if args.random_weights else folder, config, options.dtype)
+    weights, stored = weights_of(None if args.random_weights else folder, config, options.dtype, options.quant)
 
     def plan_with(cache: CacheConfig) -> Plan:
         return plan_run(
