@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from cake_infer.cache.config import CacheConfig
@@ -34,7 +34,9 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[=>]|\r")
 class Terminal:
     """A chat in a pty, whose output is read as it comes."""
 
-    def __init__(self, *argv: str, editor: str, home: Path, **environment: object) -> None:
+    def __init__(
+        self, *argv: str, editor: str, home: Path, stdout: IO[bytes] | None = None, **environment: object
+    ) -> None:
         self.master, slave = pty.openpty()
         settings = {
             "HOME": home,
@@ -47,7 +49,7 @@ class Terminal:
         self.process = subprocess.Popen(
             [sys.executable, str(FAKE), "chat", *argv],
             stdin=slave,
-            stdout=slave,
+            stdout=stdout or slave,
             stderr=slave,
             start_new_session=True,
             preexec_fn=_take_terminal,
@@ -97,16 +99,19 @@ class Terminal:
         self.expect(PROMPT.strip())
 
     def end(self) -> int:
-        """Ctrl-D, and the exit code."""
-        self.type(CTRL_D)
-        deadline = time.monotonic() + 20
-        while self.process.poll() is None and time.monotonic() < deadline:
-            if select.select([self.master], [], [], 0.05)[0]:
-                try:
-                    self.seen += os.read(self.master, 65536).decode("utf-8", "replace")
-                except OSError:
-                    break
-        return self.process.wait(timeout=20)
+        """Ctrl-D, and the exit code. One that comes before the line editor listens is lost, as for people."""
+        for _ in range(10):
+            self.type(CTRL_D)
+            deadline = time.monotonic() + 2
+            while self.process.poll() is None and time.monotonic() < deadline:
+                if select.select([self.master], [], [], 0.05)[0]:
+                    try:
+                        self.seen += os.read(self.master, 65536).decode("utf-8", "replace")
+                    except OSError:
+                        break
+            if self.process.poll() is not None:
+                break
+        return self.process.wait(timeout=5)
 
 
 def _take_terminal() -> None:
@@ -127,7 +132,7 @@ def chat(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..
         pytest.importorskip("prompt_toolkit")
     opened: list[Terminal] = []
 
-    def start(*argv: str, **environment: object) -> Terminal:
+    def start(*argv: str, **environment: Any) -> Terminal:
         opened.append(Terminal(*argv, editor=request.param, home=tmp_path, **environment))
         opened[-1].ready()
         return opened[-1]
@@ -279,6 +284,41 @@ def test_an_empty_line_asks_again_and_sends_nothing(chat: Callable[..., Terminal
     terminal.ready()
     assert terminal.end() == 0
     assert json.loads((tmp_path / "sent").read_text()) == ["hello"]
+
+
+def test_replies_alone_go_to_a_file_while_the_prompt_stays_on_the_terminal(
+    chat: Callable[..., Terminal], tmp_path: Path
+) -> None:
+    with (tmp_path / "replies.txt").open("wb") as file:
+        terminal = chat(stdout=file)
+        terminal.line("first")
+        terminal.expect("tok")
+        terminal.ready()
+        terminal.line("second")
+        terminal.expect("tok")
+        terminal.ready()
+        assert terminal.end() == 0
+    text = (tmp_path / "replies.txt").read_text()
+    assert text == "[0] one two three four five six\n[2] one two three four five six\n"
+    assert "[0]" not in terminal.seen
+
+
+def test_typed_lines_are_remembered_for_the_next_chat(chat: Callable[..., Terminal], tmp_path: Path) -> None:
+    terminal = chat()
+    terminal.line("remember this")
+    terminal.expect("[0] one")
+    terminal.ready()
+    assert terminal.end() == 0
+    history = tmp_path / "state" / "cake-infer" / "history"
+    assert "remember this" in history.read_text()
+    assert history.stat().st_mode & 0o077 == 0
+    again = chat()
+    again.type(b"\x1b[A\r")  # arrow up
+    again.expect("remember this")
+    again.expect("[0] one")
+    again.expect("tok")
+    again.ready()
+    assert again.end() == 0
 
 
 # -- from a pipe -------------------------------------------------------------------------------------------------------
