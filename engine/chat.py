@@ -102,7 +102,7 @@ class Chat:
         config: GenerationConfig | None = None,
         on_progress: OnProgress | None = None,
         **options: Any,
-    ) -> Generator[Piece]:
+    ) -> Generator[Piece, None, None]:
         """Say something and stream the reply. Options as for `Engine.stream`. One turn at a time.
 
         Raises PromptError before anything is changed if the turn does not fit the context (both numbers are said).
@@ -134,7 +134,7 @@ class Chat:
 
     def _turn(
         self, text: str, ids: list[int], generation: GenerationConfig, on_progress: OnProgress | None
-    ) -> Generator[Piece]:
+    ) -> Generator[Piece, None, None]:
         self._check_idle()
         runner, sequence, saved = self.engine.runner, self._sequence, None
         before = sequence.total + len(ids)

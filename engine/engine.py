@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -233,7 +233,7 @@ class Engine:
         config: GenerationConfig | None = None,
         on_progress: OnProgress | None = None,
         **options: Any,
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece, None, None]:
         """Generate one reply piece by piece; the last piece carries the finish reason and the statistics.
 
         Give one of `prompt` (a plain text, continued as it stands), `messages` (rendered by the model's chat template)

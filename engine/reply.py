@@ -28,7 +28,7 @@ def reply(
     on_progress: OnProgress | None = None,
     share: float = 1.0,
     timing: Timing | None = None,
-) -> Generator[Piece]:
+) -> Generator[Piece, None, None]:
     """Feed `prompt_ids` to a sequence and yield the reply. `generation` is resolved; see `Engine.stream`.
 
     The end token is not part of the reply; then, and where only held-back text is left, the last piece has no id.

@@ -158,7 +158,7 @@ class Runner:
         on_chunk: OnChunk | None = None,
         timing: Timing | None = None,
         share: float = 1.0,
-    ) -> Generator[Token]:
+    ) -> Generator[Token, None, None]:
         """Feed `ids` to a sequence and yield the reply's tokens one by one; `generation` is resolved.
 
         The last token that is yielded has not been fed. The reply ends with a stop token ("stop"), with max_new_tokens,

@@ -22,17 +22,20 @@ _HEAD_TILE = 1 << 20  # elements of the head that are widened at once: 4 MiB of 
 
 @dataclass(slots=True)
 class Layer:
-    """The tensors of one layer under their Hugging Face names; None where the model has none. Matrices [out, in]."""
+    """The tensors of one layer under their Hugging Face names; None where the model has none. Matrices [out, in].
+
+    A stored layer's matrices may be `Int8Matrix`; those that `Decoder.widened` gives are tensors.
+    """
 
     input_layernorm: Tensor
-    q_proj: Matrix
-    k_proj: Matrix
-    v_proj: Matrix
-    o_proj: Matrix
+    q_proj: Tensor
+    k_proj: Tensor
+    v_proj: Tensor
+    o_proj: Tensor
     post_attention_layernorm: Tensor
-    gate_proj: Matrix
-    up_proj: Matrix
-    down_proj: Matrix
+    gate_proj: Tensor
+    up_proj: Tensor
+    down_proj: Tensor
     q_bias: Tensor | None = None
     k_bias: Tensor | None = None
     v_bias: Tensor | None = None

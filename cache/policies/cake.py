@@ -28,7 +28,7 @@ def table_taus(model: PolicyModel, budget: int) -> tuple[float, float]:
     rows = TAUS.get(model)
     if rows is None:
         return 1.0, 1.0
-    return rows[min(rows, key=lambda tuned: abs(math.log(tuned / budget)))]
+    return rows[min(rows, key=lambda tuned: abs(math.log(tuned / max(budget, 1))))]
 
 
 def preference(dispersion: float, shift: float, tau1: float, tau2: float) -> float:

@@ -105,8 +105,7 @@ class ConfigOnly(Exception):
 def find_config(args: argparse.Namespace) -> Path:
     """The folder (or file) with the config; of a hub model the small files are fetched, never the weights."""
     if args.random_weights is not None:
-        path = Path(args.random_weights)
-        return path.parent if path.name == "config.json" else path
+        return Path(args.random_weights)
     from ...models.hub import resolve_model
 
     def stop(folder: Path | None, nbytes: int) -> None:

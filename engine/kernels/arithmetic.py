@@ -32,9 +32,9 @@ def pointer(typingctx: Any, address: Any, like: Any) -> Any:
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
-def exp32(x: float) -> float:
+def exp32(x: Any) -> Any:
     """e to the x in fp32, relative error below 2e-7; below -87 (and for -inf) it is 0, above 88 it saturates."""
-    bounded = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    bounded: Any = min(max(x, np.float32(-87.0)), np.float32(88.0))
     n = np.floor(bounded * LOG2E + np.float32(0.5))
     r = bounded - n * LN2_HIGH - n * LN2_LOW
     p = np.float32(1.3888889e-3)
@@ -49,7 +49,7 @@ def exp32(x: float) -> float:
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
-def activate(x: float, kind: int) -> float:
+def activate(x: Any, kind: int) -> Any:
     """The MLP's activation: 0 silu, 1 gelu (erf), 2 gelu (tanh form)."""
     if kind == 0:
         return x / (np.float32(1.0) + exp32(-x))

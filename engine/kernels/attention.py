@@ -18,13 +18,13 @@ SHORT_PIECE, LONG_PIECE = 64, 256
 
 
 @njit(error_model="numpy")
-def piece_columns(columns: int) -> int:
+def piece_columns(columns: Any) -> Any:
     """Columns in a piece of a row with so many columns."""
     return SHORT_PIECE if columns <= 1024 else LONG_PIECE
 
 
 @njit(error_model="numpy")
-def pieces_of(columns: int) -> int:
+def pieces_of(columns: Any) -> Any:
     size = piece_columns(columns)
     return (columns + size - 1) // size
 
@@ -102,7 +102,7 @@ def weighted_values(weight: Any, value: Any, first: int, count: int, out: Any) -
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
-def combine(top: Any, total: Any, parts: Any, out: Any) -> tuple[float, float]:
+def combine(top: Any, total: Any, parts: Any, out: Any) -> Any:
     """Join pieces of one query head: `top`, `total` [pieces], `parts` [pieces, head_dim] -> `out` [head_dim].
 
     Returns the largest logit and the sum of exponentials over the whole row.

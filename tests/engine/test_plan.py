@@ -257,6 +257,30 @@ def test_plan_of_a_model_a_revision_and_a_device(
     assert "tpu" in capsys.readouterr().err
 
 
+def test_plan_of_a_model_whose_taus_are_in_the_table(plan: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    shape = {
+        "model_type": "mistral",
+        "architectures": ["MistralForCausalLM"],
+        "vocab_size": 32768,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-5,
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "mistral-7b-v0.3.json").write_text(json.dumps(shape))
+    figures = plan("--random-weights", str(tmp_path / "mistral-7b-v0.3.json"), "--prompt-tokens", "8192")
+    assert figures["weights"] == 2 * 7_248_023_552
+    # K (L C + S) slots of a key and a value of 128 numbers in bfloat16, position and score; staging is in fp32
+    assert figures["kept"] == 8 * 32 * 1024 * (2 * 128 * 2 + 8)
+    assert figures["staging"] == 8 * 8192 * (2 * 128 * 4 + 8)
+    assert figures["arena"] == pytest.approx(figures["kept"] + figures["staging"], rel=1e-3)
+
+
 def test_plan_shows_a_table_that_compares_with_the_full_cache(
     folder: Path, capsys: pytest.CaptureFixture[str], plan: Callable[..., dict[str, Any]]
 ) -> None:
