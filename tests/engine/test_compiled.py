@@ -1,0 +1,205 @@
+"""The compiled decode step and plain torch are the same function, for every family, format and shape of rows."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from cake_infer.cache.config import CacheConfig
+from cake_infer.engine import decode
+from cake_infer.engine.compiled import CompiledStep
+from cake_infer.engine.runner import Runner
+from cake_infer.engine.sequence import Sequence
+from cake_infer.engine.team import Team
+from cake_infer.errors import BackendError
+from cake_infer.models.config import read_config
+from cake_infer.models.packed import as_int8
+from cake_infer.models.weights import load_decoder
+
+pytest.importorskip("numba", reason="the compiled step needs the extra cpu")
+
+WINDOW, PROMPT, STEPS = 8, 90, 40
+FAMILIES = {
+    "llama": {},
+    "llama with every bias": {"attention_bias": True, "mlp_bias": True},
+    "llama, untied, odd sizes": {"hidden_size": 36, "intermediate_size": 50, "vocab_size": 317, "head_dim": 10},
+    "llama without groups": {"num_key_value_heads": 4},
+    "llama with groups of 5": {"num_attention_heads": 5, "num_key_value_heads": 1},
+    "llama, long context": {
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    },
+    "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+    "mistral": {"model_type": "mistral"},
+    "mistral, sliding": {"model_type": "mistral", "sliding_window": 24},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen2, half sliding": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 16,
+        "max_window_layers": 1,
+    },
+    "qwen3": {"model_type": "qwen3"},
+    "gemma": {"model_type": "gemma"},
+    "gelu": {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": "gelu"},
+}
+
+
+def runner_of(decoder, budget=24, kv_dtype=torch.float32, **options):
+    cache = CacheConfig(budget=budget, window=WINDOW, **options)
+    return Runner(decoder, cache, context=decoder.config.max_position_embeddings, chunk=64, kv_dtype=kv_dtype)
+
+
+@torch.inference_mode()
+def decoded(decoder, ids, new, *, compiled, kv_dtype=torch.float32, threads=2, cut=None, prepared=None, **options):
+    """Logits of each step, the positions in every row afterwards (as they lie), and the ring of queries."""
+    runner = runner_of(decoder, kv_dtype=kv_dtype, **options)
+    sequence = Sequence()
+    runner.feed(sequence, ids, runner.prepare(sequence, len(ids), len(new) + 1))
+    arena = runner.tenancy.arena
+    if cut is not None:
+        cut(arena)
+    step = CompiledStep(decoder, kv_dtype, threads).step if compiled else lambda *a, **k: decode.step(decoder, *a, **k)
+    logits = torch.stack([step(arena, sequence, token, window=WINDOW).clone() for token in new])
+    rows = [arena.row(layer, head) for layer, head in np.ndindex(*arena.length.shape)]
+    return logits, [row[2].tolist() for row in rows], [row[0].float() for row in rows], sequence.ring.copy()
+
+
+@pytest.fixture
+def tiny(tmp_path, write_checkpoint):
+    def make(**overrides):
+        folder = write_checkpoint(tmp_path / "model", **overrides)
+        return load_decoder(folder, read_config(folder))
+
+    return make
+
+
+@pytest.mark.parametrize("decode_policy", ["grow", "hold"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_agrees_with_torch(tiny, random_ids, family, decode_policy):
+    decoder = tiny(**FAMILIES[family])
+    ids, new = random_ids(PROMPT), random_ids(STEPS, seed=1)
+    slow = decoded(decoder, ids, new, compiled=False, decode_policy=decode_policy)
+    fast = decoded(decoder, ids, new, compiled=True, decode_policy=decode_policy)
+    scale = max(1.0, float(slow[0].abs().max()) / 10)
+    torch.testing.assert_close(fast[0], slow[0], rtol=0, atol=1e-4 * scale)
+    assert fast[1] == slow[1], "another slot was written or given up"
+    torch.testing.assert_close(fast[3], slow[3], rtol=0, atol=1e-4)
+
+
+def test_rows_of_unequal_lengths_agree_with_torch(tiny, random_ids):
+    decoder = tiny(num_attention_heads=6, num_key_value_heads=3, hidden_size=48)
+
+    def cut(arena):
+        generator = np.random.default_rng(0)
+        for layer, head in np.ndindex(*arena.length.shape):
+            arena.length[layer, head] -= generator.integers(0, arena.length[layer, head] - WINDOW + 1)
+        assert len(np.unique(arena.length)) > 3
+
+    ids, new = random_ids(PROMPT), random_ids(STEPS, seed=1)
+    slow = decoded(decoder, ids, new, compiled=False, cut=cut)
+    fast = decoded(decoder, ids, new, compiled=True, cut=cut)
+    torch.testing.assert_close(fast[0], slow[0], rtol=0, atol=1e-4)
+    assert fast[1] == slow[1]
+
+
+@pytest.mark.parametrize("prompt", [1, 63, 64, 65, 1023, 1100])
+def test_rows_at_the_borders_of_pieces_agree_with_torch(tiny, random_ids, prompt):
+    decoder = tiny()
+    ids, new = random_ids(prompt), random_ids(4, seed=1)
+    slow = decoded(decoder, ids, new, compiled=False, budget=4096)
+    fast = decoded(decoder, ids, new, compiled=True, budget=4096)
+    torch.testing.assert_close(fast[0], slow[0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+def test_narrow_weights_and_rows_agree_with_torch(tiny, random_ids, weights):
+    decoder = tiny(dtype=torch.bfloat16)
+    if weights == "int8":
+        decoder = as_int8(decoder)
+    ids, new = random_ids(PROMPT), random_ids(STEPS, seed=1)
+    slow = decoded(decoder, ids, new, compiled=False, kv_dtype=torch.bfloat16)
+    fast = decoded(decoder, ids, new, compiled=True, kv_dtype=torch.bfloat16)
+    # a rounding of a stored key may fall to the other side; each is 2^-9 of a number
+    for kept_fast, kept_slow in zip(fast[2], slow[2], strict=True):
+        torch.testing.assert_close(kept_fast, kept_slow, rtol=2**-7, atol=1e-4)
+    torch.testing.assert_close(fast[0][0], slow[0][0], rtol=0, atol=1e-3)
+    torch.testing.assert_close(fast[0], slow[0], rtol=0, atol=5e-2)
+    assert fast[1] == slow[1]
+
+
+@pytest.mark.parametrize("decode_policy", ["grow", "hold"])
+def test_the_number_of_threads_changes_no_bit(tiny, random_ids, decode_policy):
+    decoder = tiny(num_attention_heads=6, num_key_value_heads=3, hidden_size=48, vocab_size=317)
+    ids, new = random_ids(700), random_ids(12, seed=1)
+    one = decoded(decoder, ids, new, compiled=True, threads=1, budget=400, decode_policy=decode_policy)
+    two = decoded(decoder, ids, new, compiled=True, threads=2, budget=400, decode_policy=decode_policy)
+    assert torch.equal(one[0], two[0])
+    assert one[1] == two[1]
+
+
+def test_an_unwritten_slot_is_never_read(tiny, random_ids):
+    decoder = tiny()
+    ids, new = random_ids(PROMPT), random_ids(STEPS, seed=1)
+
+    def poison(arena):
+        owned = np.zeros(arena.keys.shape[0], dtype=bool)
+        for offset, length in zip(arena.offset.flat, arena.length.flat, strict=True):
+            owned[offset : offset + length] = True
+        arena.keys[torch.from_numpy(~owned)] = float("nan")
+        arena.values[torch.from_numpy(~owned)] = float("nan")
+
+    clean = decoded(decoder, ids, new, compiled=True)
+    assert torch.equal(decoded(decoder, ids, new, compiled=True, cut=poison)[0], clean[0])
+
+
+def test_a_format_without_a_kernel_says_so(tiny):
+    with pytest.raises(BackendError, match="float16"):
+        CompiledStep(tiny(dtype=torch.float16), torch.float32, 1)
+    with pytest.raises(BackendError, match="float16"):
+        CompiledStep(tiny(), torch.float16, 1)
+
+
+def test_a_team_runs_every_member_once_and_can_be_interrupted_on_the_way_in():
+    seen = []
+    team = Team(3)
+    team.run(lambda number, counter, text: seen.append((number, text)), "a")
+    assert sorted(seen) == [(0, "a"), (1, "a"), (2, "a")]
+    left = threading.Event()
+
+    def breaks(number, counter):
+        if number == 0:
+            raise KeyboardInterrupt
+        while not counter[1]:  # the others wait for the first until the call is given up
+            pass
+        left.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        team.run(breaks)
+    assert left.is_set()
+    team.run(lambda number, counter: seen.append(number))
+    assert sorted(seen[3:]) == [0, 1, 2]
+
+
+def test_the_plain_step_stands_in_where_numba_is_missing(tiny, monkeypatch, caplog):
+    from cake_infer.engine import stepper
+
+    def missing(*_):
+        raise BackendError("numba is not installed (pip install 'cake-infer[cpu]')")
+
+    monkeypatch.setattr("cake_infer.engine.compiled.CompiledStep", missing)
+    decoder = tiny()
+    with pytest.raises(BackendError, match="numba"):
+        stepper.make_step(decoder, torch.float32, "compiled", 1)
+    with caplog.at_level("WARNING"):
+        step = stepper.make_step(decoder, torch.float32, "auto", 1)
+    assert step.func is decode.step
+    assert "plain torch" in caplog.text
+    assert "cake-infer[cpu]" in caplog.text
