@@ -420,6 +420,25 @@ def test_a_dash_is_standard_input_wherever_it_stands(run: Callable[..., Run], tm
     assert seen.prompt == "<user>S\n\nA<end><reply>"
 
 
+def test_a_pipe_that_stays_silent_is_waited_for_and_said_so() -> None:
+    with subprocess.Popen(
+        [sys.executable, str(FAKE), "--prompt", "q", "--json"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        assert b"waiting for text on standard input" in process.stderr.readline()
+        out, _ = process.communicate(b"doc", timeout=20)
+    assert json.loads(out)["prompt_tokens"] == len("<doc\n\nq><")
+
+
+def test_standard_input_that_is_no_document_is_left_alone() -> None:
+    seen = spawn("--prompt", "q", "--json", stdin=subprocess.DEVNULL)
+    assert json.loads(seen.stdout)["prompt_tokens"] == len("<q><")
+
+
 def test_raw_text_gets_no_template_and_keeps_its_inner_newlines(run: Callable[..., Run]) -> None:
     assert run("--raw", stdin=b"a\n\nb\n").prompt == "a\n\nb"
 
