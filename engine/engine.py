@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from operator import index
 from pathlib import Path
 from typing import Any, overload
 
@@ -125,6 +126,8 @@ class Engine:
         target = choose_device(device)
         check_quant(quant, dtype, target)
         if threads is not None:
+            if threads < 1:
+                raise OptionError(f"threads must be at least 1, not {threads}")
             torch.set_num_threads(threads)
         report = stage_reporter(on_progress)
         path = (
@@ -242,6 +245,7 @@ class Engine:
         """
         prompt_ids = self.encode(prompt, messages=messages, ids=ids)
         generation = self._generation(config, options)
+        room_for_reply(len(prompt_ids), generation.max_new_tokens or 0, self.context)
         return reply(self, TextSequence(), prompt_ids, generation, on_progress=on_progress)
 
     @overload
@@ -275,7 +279,10 @@ class Engine:
         if sum(given is not None for given in (prompt, messages, ids)) != 1:
             raise OptionError("give exactly one of a prompt text, messages and ids")
         if ids is not None:
-            result = [int(token) for token in ids]
+            try:
+                result = [index(token) for token in ids]
+            except TypeError as error:
+                raise PromptError(f"token ids are whole numbers: {error}") from None
             wrong = [token for token in result if not 0 <= token < self.config.vocab_size]
             if wrong:
                 raise PromptError(f"token id {wrong[0]} is outside the model's vocabulary of {self.config.vocab_size}")
@@ -312,6 +319,8 @@ class Engine:
         if unknown:
             raise OptionError(f"unknown option {unknown[0]!r}: the options are {', '.join(sorted(known))}")
         config = replace(config, **options) if config is not None else GenerationConfig(**options)
+        if config.stop:
+            self.text_tokenizer()
         return resolve_generation(config, self.defaults)
 
     @property

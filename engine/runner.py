@@ -138,6 +138,9 @@ class Runner:
         """What makes the decode steps; looked for when the first one is due."""
         return make_step(self.decoder, self.layout.kv_dtype, self._wanted_step, self._threads)
 
+    def _without_unused(self, logits: Tensor) -> Tensor:
+        return logits if self.unused is None else logits.index_fill(-1, self.unused, float("-inf"))
+
     @contextmanager
     def _whole(self, sequence: Sequence) -> Iterator[None]:
         """Mark the sequence as spoilt if what runs inside does not come to its end."""
@@ -178,8 +181,7 @@ class Runner:
             history = History(self.decoder.config.vocab_size, sequence.ids, self.decoder.device)
         for index in range(limit):
             started = time.perf_counter()
-            if self.unused is not None:
-                logits = logits.index_fill(0, self.unused, float("-inf"))
+            logits = self._without_unused(logits)
             token = choose(logits, generation, history, generation.seed or 0, index, valid=self.valid_ids)
             logprobs = None
             if generation.logprobs is not None:
@@ -239,9 +241,10 @@ class Runner:
         """Log-likelihood of every token after the first, given those before; logits exist for one chunk at a time."""
         if len(ids) > self.context:
             raise PromptError(f"the text has {len(ids):,} tokens, but the model's context is {self.context:,}")
-        padding = [token for token in ids if self.valid_ids is not None and token >= self.valid_ids]
-        if padding:
-            raise PromptError(f"token id {padding[0]} is padding of the model's vocabulary: no text has it")
+        never = set(range(self.valid_ids or self.decoder.config.vocab_size, self.decoder.config.vocab_size))
+        never.update(self.unused.tolist() if self.unused is not None else ())
+        if not never.isdisjoint(ids):
+            raise PromptError(f"token id {min(never & {*ids})} is padding of the model's vocabulary: no text has it")
         with self._lock, torch.inference_mode():
             return self._score(ids)
 
@@ -255,7 +258,7 @@ class Runner:
         rows = max(1, min(self.chunk, 64))
         for start in range(0, len(ids) - 1, rows):
             end = min(start + rows, len(ids) - 1)
-            logits = self.decoder.logits(hidden[start:end])[:, : self.valid_ids]
+            logits = self._without_unused(self.decoder.logits(hidden[start:end])[:, : self.valid_ids])
             chosen = logits.gather(1, tokens[start + 1 : end + 1, None])[:, 0]
             result += (chosen - torch.logsumexp(logits, dim=-1)).tolist()
         self.tenancy.arena.clear()
