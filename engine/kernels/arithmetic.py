@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import float32, int8, njit, types, uint16
 from numba.extending import intrinsic, overload
 
@@ -29,6 +30,22 @@ def pointer(typingctx: Any, address: Any, like: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(target))
 
     return target(types.int64, like), codegen
+
+
+@intrinsic
+def prefetch(typingctx: Any, address: Any) -> Any:
+    """Ask for the cache line at an integer address, which need not be valid; nothing is waited for."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        function = builder.module.declare_intrinsic("llvm.prefetch", (byte,), kind)
+        # to read, to be kept in all caches, data
+        flags = [ir.Constant(word, value) for value in (0, 3, 1)]
+        builder.call(function, [builder.inttoptr(args[0], byte), *flags])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")

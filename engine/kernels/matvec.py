@@ -14,9 +14,12 @@ import numpy as np
 from numba import carray, float32, int8, njit, uint16
 from numba.extending import overload
 
-from .arithmetic import FASTMATH, pointer, widen
+from .arithmetic import FASTMATH, pointer, prefetch, widen
 
 BLOCK = 4
+LINE = 64  # bytes of a cache line
+AHEAD = 4096  # bytes between what is worked on and what is asked for
+SEGMENT = 2048  # columns between two looks ahead in long rows
 
 
 @njit(error_model="numpy")
@@ -44,19 +47,35 @@ def _rows_times(address: Any, scales: Any, begin: Any, end: Any, x: Any, out: An
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def stored_rows(address: int, begin: int, end: int, x: Any, out: Any, at: int, like: Any) -> None:
-    """The numbers as they are stored, widened in registers."""
+    """The numbers as they are stored, widened in registers.
+
+    Lines are asked for some kilobytes ahead: one core's own prefetchers leave a third of the bandwidth unused.
+    """
     columns = x.shape[0]
     matrix = carray(pointer(address, like), (end, columns))
+    row_bytes = columns * like.itemsize
+    long_rows = BLOCK * row_bytes > 4 * AHEAD
     row = begin
     while row + BLOCK <= end:
+        start = address + row * row_bytes
+        if not long_rows:
+            for line in range(start + AHEAD, start + AHEAD + BLOCK * row_bytes, LINE):
+                prefetch(line)
         w0, w1, w2, w3 = matrix[row], matrix[row + 1], matrix[row + 2], matrix[row + 3]
         s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-        for i in range(columns):
-            v = x[i]
-            s0 += v * widen(w0[i])
-            s1 += v * widen(w1[i])
-            s2 += v * widen(w2[i])
-            s3 += v * widen(w3[i])
+        for first in range(0, columns, SEGMENT):
+            last = min(first + SEGMENT, columns)
+            if long_rows:
+                for r in range(BLOCK):
+                    ahead = start + r * row_bytes + last * like.itemsize
+                    for line in range(ahead, ahead + SEGMENT * like.itemsize, LINE):
+                        prefetch(line)
+            for i in range(first, last):
+                v = x[i]
+                s0 += v * widen(w0[i])
+                s1 += v * widen(w1[i])
+                s2 += v * widen(w2[i])
+                s3 += v * widen(w3[i])
         out[at + row], out[at + row + 1], out[at + row + 2], out[at + row + 3] = s0, s1, s2, s3
         row += BLOCK
     while row < end:

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-SPINS_BEFORE_YIELD = 1 << 12
+SPINS_BEFORE_YIELD = 1 << 8
 _X86 = platform.machine().lower() in ("x86_64", "amd64", "i686")
 
 

@@ -1,0 +1,104 @@
+"""Decode steps a second of the compiled step, against the time it takes to read the bytes of a step.
+
+    python bench/decode.py                                        # formats, prompt lengths and budgets of the README
+    python bench/decode.py --weights int8 --prompt 7800 --budget 512
+
+A step reads every weight once and every kept key and value once; the ceiling is those bytes over the bandwidth that the
+same process measures before and after (see ceilings.py). Prompts are random ids: speed does not depend on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from cake_infer import Engine
+from cake_infer.engine.sequence import Sequence
+from ceilings import read_bandwidth, show
+from report import report
+
+CASES = (
+    # weights, prompt tokens, budget (0: everything)
+    ("bfloat16", 100, 512),
+    ("int8", 100, 512),
+    ("int8", 1000, 512),
+    ("int8", 7800, 512),
+    ("int8", 7800, 0),
+)
+
+
+def time_steps(engine: Engine, prompt: int, steps: int) -> tuple[np.ndarray, int]:
+    """Seconds of each step after a prefill, and the bytes of keys and values that a step reads."""
+    runner, sequence = engine.runner, Sequence()
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, engine.config.vocab_size, (prompt,), generator=generator).tolist()
+    runner.feed(sequence, ids, runner.prepare(sequence, prompt, steps + 8))
+    arena, window = runner.tenancy.arena, runner.cache.window
+    times = []
+    for index in range(steps + 8):
+        start = time.perf_counter()
+        runner.step(arena, sequence, index, window=window)
+        times.append(time.perf_counter() - start)
+    slot = 2 * runner.layout.head_dim * runner.layout.kv_dtype.itemsize
+    return np.array(times[8:]), int(arena.kept_slots * slot)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--weights", choices=("float32", "bfloat16", "int8"))
+    parser.add_argument("--prompt", type=int)
+    parser.add_argument("--budget", type=int, default=512, help="0 keeps everything")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=3, help="each case is measured so often, interleaved")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    args = parser.parse_args()
+    cases = CASES if args.prompt is None else ((args.weights or "int8", args.prompt, args.budget),)
+    engines: dict[tuple[str, int], Engine] = {}
+    medians: dict[tuple[str, int, int], list[float]] = {case: [] for case in cases}
+    read: dict[tuple[str, int, int], int] = {}
+    bandwidths = []
+    for _ in range(args.rounds):
+        bandwidths.append(show("bandwidth", read_bandwidth(256 << 20), "GB/s"))
+        for case in cases:
+            weights, prompt, budget = case
+            if (weights, budget) not in engines:
+                cache = {"budget": budget} if budget else {"policy": "full"}
+                how = {"quant": "int8"} if weights == "int8" else {"dtype": None if weights == "bfloat16" else weights}
+                engines[weights, budget] = Engine.load(
+                    args.model, threads=args.threads, step="compiled", **cache, **how
+                )
+            engine = engines[weights, budget]
+            times, kv = time_steps(engine, prompt, args.steps)
+            medians[case].append(float(np.median(times)))
+            read[case] = engine.runner.decoder.nbytes + kv
+    bandwidth = max(bandwidths)
+    found: dict[tuple[str, int, int], float] = {}
+    for case in cases:
+        weights, prompt, budget = case
+        found[case] = float(np.median(medians[case]))
+        name = f"{weights} weights, prompt {prompt:,}, {'budget ' + str(budget) if budget else 'full cache'}"
+        report(
+            "decode",
+            name,
+            1 / found[case],
+            "tok/s",
+            bandwidth * 1e9 / read[case],
+            bytes_per_token=read[case],
+            bandwidth_gb_s=bandwidth,
+            ms_per_token=found[case] * 1e3,
+            threads=args.threads,
+        )
+    short, long = ("int8", 1000, 512), ("int8", 7800, 512)
+    if short in found and long in found:
+        report("decode", "time per token, prompt 7,800 over 1,000, budget 512", found[long] / found[short], "x", 1.0)
+
+
+if __name__ == "__main__":
+    main()
