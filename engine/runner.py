@@ -18,7 +18,7 @@ from ..cache.config import CacheConfig
 from ..cache.layout import ArenaLayout, ArenaSize
 from ..cache.policies import make_policy
 from ..cache.policies.base import Policy, PolicyModel
-from ..errors import PromptError
+from ..errors import CakeError, PromptError
 from ..models.decoder import Decoder
 from ..models.rope import Rotary
 from . import precision, prefill
@@ -88,6 +88,7 @@ class Runner:
         self.model = PolicyModel(config.model_type, config.num_layers, config.hidden_size, config.vocab_size)
         self.tenancy = Tenancy(self.layout, decoder.device, hold=self.hold, kv_memory=cache.kv_memory)
         self._lock = threading.RLock()  # steps of concurrent callers queue, each on its own sequence
+        self._busy = False
 
     # -- sequences ----------------------------------------------------------------------------------------------------
 
@@ -145,9 +146,20 @@ class Runner:
     def _whole(self, sequence: Sequence) -> Iterator[None]:
         """Mark the sequence as spoilt if what runs inside does not come to its end."""
         assert not sequence.spoilt, "a spoilt sequence was continued"
-        sequence.spoilt = True
-        yield
-        sequence.spoilt = False
+        sequence.spoilt = self._busy = True
+        try:
+            yield
+            sequence.spoilt = False
+        finally:
+            self._busy = False
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Wait until no other thread has the arena. A callback of a piece that is being read cannot have it either."""
+        with self._lock:
+            if self._busy:
+                raise CakeError("the engine is reading a text: call it again when on_progress has returned")
+            yield
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -168,7 +180,7 @@ class Runner:
         or where the model's context ends ("length"). The repetition penalty counts all of the sequence's ids as prompt.
         """
         timing = timing or Timing()
-        with self._lock:
+        with self._alone():
             limit = self.prepare(sequence, len(ids), generation.max_new_tokens or 0, share=share)
             started = time.perf_counter()
             with self._whole(sequence):
@@ -196,7 +208,7 @@ class Runner:
             if history is not None:
                 history.add(token)
             started = time.perf_counter()
-            with self._lock:
+            with self._alone():
                 self.tenancy.activate(sequence)
                 with self._whole(sequence), torch.inference_mode():
                     logits = self.step(self.tenancy.arena, sequence, token, window=self.cache.window)
@@ -229,12 +241,12 @@ class Runner:
 
     def checkpoint(self, sequence: Sequence) -> Checkpoint:
         """A copy of everything that feeding the sequence may change."""
-        with self._lock:
+        with self._alone():
             return self.tenancy.checkpoint(sequence)
 
     def restore(self, sequence: Sequence, saved: Checkpoint) -> None:
         """Bring a sequence back to a checkpoint of it, also one that is spoilt."""
-        with self._lock:
+        with self._alone():
             self.tenancy.restore(sequence, saved)
 
     def score(self, ids: list[int]) -> list[float]:
@@ -245,7 +257,7 @@ class Runner:
         never.update(self.unused.tolist() if self.unused is not None else ())
         if not never.isdisjoint(ids):
             raise PromptError(f"token id {min(never & {*ids})} is padding of the model's vocabulary: no text has it")
-        with self._lock, torch.inference_mode():
+        with self._alone(), torch.inference_mode():
             return self._score(ids)
 
     def _score(self, ids: list[int]) -> list[float]:

@@ -557,6 +557,19 @@ def test_after_a_failure_the_engine_is_as_good_as_new(model_folder, monkeypatch,
     assert [engine.generate(ids=random_ids(n), max_new_tokens=9).ids for n in (50, 200)] == expected
 
 
+def test_a_callback_cannot_use_the_engine_that_is_reading(model_folder, random_ids):
+    folder = model_folder()
+    engine, ids = load(folder, budget=24), random_ids(100)
+
+    def on_progress(progress):
+        for attempt in (lambda: engine.generate("x"), lambda: engine.score([5, 6])):
+            with pytest.raises(CakeError, match="is reading a text"):
+                attempt()
+
+    result = engine.generate(ids=ids, max_new_tokens=5, on_progress=on_progress)
+    assert result.ids == load(folder, budget=24).generate(ids=ids, max_new_tokens=5).ids
+
+
 def test_weights_that_give_nan_are_an_error_and_no_reply(model_folder):
     folder = model_folder()
     change_weights(folder, lambda tensors: tensors["model.layers.1.mlp.down_proj.weight"].fill_(math.nan))
