@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -88,23 +89,46 @@ def kept_limit(layers: int, *, budget: int | None, tokens: int, held: int) -> in
 
 
 def budget_within(
-    layout: ArenaLayout, limit: int, *, tokens: int, new_tokens: int, hold: bool = False, window: int = 0
+    layout: ArenaLayout,
+    limit: int,
+    *,
+    tokens: int,
+    new_tokens: int,
+    hold: bool = False,
+    window: int = 0,
+    context: int | None = None,
 ) -> int:
     """The largest budget C (tokens per layer and KV head) whose arena fits `limit` bytes.
 
-    Raises BudgetError that states the bytes a budget of one window takes, if not even that fits.
+    With `context`, for a conversation of up to that many tokens: a turn of this size must fit beside what all turns
+    before it have left. Raises BudgetError that states the bytes a budget of one window takes, if not even that fits.
     """
 
     def need(budget: int) -> int:
-        return arena_bytes(layout, arena_size(layout, budget=budget, tokens=tokens, new_tokens=new_tokens, hold=hold))
+        held = 0 if context is None else min(budget if hold else budget + new_tokens, context)
+        size = arena_size(
+            layout,
+            budget=budget,
+            tokens=tokens,
+            new_tokens=new_tokens,
+            hold=hold,
+            held=layout.num_layers * held,
+            held_longest=held,
+        )
+        return arena_bytes(layout, size)
 
-    low, high = max(window, 1), max(window, 1, tokens + new_tokens)
+    low, high = max(window, 1), max(window, 1, context or tokens + new_tokens)
     if need(low) > limit:
         raise BudgetError(
             f"a KV memory of {limit / 2**20:,.1f} MiB is too small: {tokens:,} prompt and {new_tokens:,} new tokens "
             f"take at least {need(low) / 2**20:,.1f} MiB with the smallest budget of {low} tokens"
         )
+    return largest_budget(low, high, lambda budget: need(budget) <= limit)
+
+
+def largest_budget(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """The largest budget from `low` to `high` that fits; `low` if none does."""
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if need(middle) <= limit else (low, middle - 1)
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-KV_MEMORY_SHARE = 0.5  # of --kv-memory for what is kept: a turn is read beside what the conversation holds
-
 
 class Chat:
     """A conversation with a model that has a chat template. One turn at a time.
@@ -156,7 +154,7 @@ class Chat:
                 ids,
                 generation,
                 on_progress=on_progress,
-                share=KV_MEMORY_SHARE,
+                conversation=True,
                 timing=timing,
             )
             with closing(stream):

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ..cache.arena import BOUNCE_BYTES
-from ..cache.budget import Budget, check_budget, parse_bytes
+from ..cache.budget import DEFAULT_BUDGET, Budget, check_budget, parse_bytes
 from ..cache.config import CacheConfig
 from ..cache.layout import ArenaLayout, arena_bytes, arena_size, budget_within
 from ..cache.policies import PolicyModel, make_policy
@@ -138,11 +138,12 @@ def first_budget(
     prompt_tokens: int,
     new_tokens: int,
     *,
-    share: float = 1.0,
+    context: int | None = None,
 ) -> int | None:
     """C in tokens for a first prompt of this length; None where the policy keeps everything.
 
-    Of `kv_memory`, `share` may be used: a conversation reads its turns beside what it holds.
+    `kv_memory` alone gives the largest budget that fits it, and limits one that is given. With `context` the prompt
+    begins a conversation of up to that many tokens, each turn of which is read beside what it holds.
     """
     model = PolicyModel(config.model_type, config.num_layers, config.hidden_size, config.vocab_size)
     if not make_policy(cache, model, 0).evicts:
@@ -152,16 +153,20 @@ def first_budget(
                 "use --decode-policy grow, or a policy that evicts"
             )
         return None
-    if cache.kv_memory is not None:
-        return budget_within(
-            layout,
-            int(parse_bytes(cache.kv_memory) * share),
-            tokens=prompt_tokens,
-            new_tokens=new_tokens,
-            hold=cache.decode_policy == "hold",
-            window=cache.window,
-        )
-    return check_budget(Budget.parse(cache.budget).tokens(prompt_tokens), cache.window)
+    budget = check_budget(Budget.parse(cache.budget).tokens(prompt_tokens), cache.window)
+    if cache.kv_memory is None:
+        return budget
+    within = budget_within(
+        layout,
+        parse_bytes(cache.kv_memory),
+        tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        hold=cache.decode_policy == "hold",
+        window=cache.window,
+        context=context,
+    )
+    given = Budget.parse(cache.budget) != Budget(count=DEFAULT_BUDGET)
+    return min(budget, within) if given else within
 
 
 def layer_elements(config: ModelConfig) -> int:

@@ -26,7 +26,7 @@ def reply(
     generation: GenerationConfig,
     *,
     on_progress: OnProgress | None = None,
-    share: float = 1.0,
+    conversation: bool = False,
     timing: Timing | None = None,
 ) -> Generator[Piece, None, None]:
     """Feed `prompt_ids` to a sequence and yield the reply. `generation` is resolved; see `Engine.stream`.
@@ -43,7 +43,7 @@ def reply(
         stop_ids=engine.stop_ids,
         on_chunk=_chunk_reporter(engine.config.num_layers, on_progress),
         timing=timing,
-        share=share,
+        conversation=conversation,
     )
     with closing(tokens):
         for token in tokens:

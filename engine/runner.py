@@ -99,16 +99,18 @@ class Runner:
     def hold(self) -> bool:
         return self.cache.decode_policy == "hold"
 
-    def prepare(self, sequence: Sequence, tokens: int, new_tokens: int, *, share: float = 1.0) -> int:
+    def prepare(self, sequence: Sequence, tokens: int, new_tokens: int, *, conversation: bool = False) -> int:
         """Check that a piece and its reply fit, fix budget and frequencies, and make room. Returns the new-token limit.
 
-        Raises PromptError with both numbers if the text is too long, before anything is changed.
+        conversation: further pieces will follow. Raises PromptError with both numbers if the text is too long, before
+        anything is changed.
         """
         first, total = sequence.total, sequence.total + tokens
         new_tokens = room_for_reply(total if tokens else 0, new_tokens, self.context)
         budget = sequence.budget
         if first == 0 and budget is None:
-            budget = first_budget(self.decoder.config, self.cache, self.layout, total, new_tokens, share=share)
+            context = self.context if conversation else None
+            budget = first_budget(self.decoder.config, self.cache, self.layout, total, new_tokens, context=context)
         rotary = self.rotary(total + new_tokens)
         if sequence.rotary is not None and rotary.key != sequence.rotary.key:
             raise PromptError(
@@ -116,6 +118,8 @@ class Runner:
                 "cache: read the whole text anew"
             )
         self.tenancy.activate(sequence)
+        if budget is not None:
+            budget = self.tenancy.affordable(sequence, budget, tokens, new_tokens, window=self.cache.window)
         self.tenancy.reserve(sequence, budget, tokens, new_tokens)
         sequence.budget, sequence.rotary = budget, sequence.rotary or rotary
         if sequence.ring is None and budget is not None:
@@ -172,7 +176,7 @@ class Runner:
         stop_ids: frozenset[int] = frozenset(),
         on_chunk: OnChunk | None = None,
         timing: Timing | None = None,
-        share: float = 1.0,
+        conversation: bool = False,
     ) -> Generator[Token, None, None]:
         """Feed `ids` to a sequence and yield the reply's tokens one by one; `generation` is resolved.
 
@@ -181,7 +185,7 @@ class Runner:
         """
         timing = timing or Timing()
         with self._alone():
-            limit = self.prepare(sequence, len(ids), generation.max_new_tokens or 0, share=share)
+            limit = self.prepare(sequence, len(ids), generation.max_new_tokens or 0, conversation=conversation)
             started = time.perf_counter()
             with self._whole(sequence):
                 logits = self.feed(sequence, ids, limit, on_chunk=on_chunk)

@@ -10,7 +10,7 @@ import torch
 
 from ..cache.arena import Arena
 from ..cache.budget import parse_bytes
-from ..cache.layout import ArenaLayout, ArenaSize, arena_bytes, arena_size
+from ..cache.layout import ArenaLayout, ArenaSize, arena_bytes, arena_size, largest_budget
 from ..errors import MemoryLimit
 from .sequence import Checkpoint, Sequence
 
@@ -40,6 +40,20 @@ class Tenancy:
             held=held,
             held_longest=int(self.arena.length.max()) if sequence.total else 0,
         )
+
+    def affordable(self, sequence: Sequence, budget: int, tokens: int, new_tokens: int, *, window: int) -> int:
+        """The budget, or less where `kv_memory` is too small for it beside what the active sequence holds."""
+        if self.kv_memory is None:
+            return budget
+        limit = parse_bytes(self.kv_memory)
+
+        def fits(tried: int) -> bool:
+            return arena_bytes(self.layout, self.size_for(sequence, tried, tokens, new_tokens)) <= limit
+
+        found = largest_budget(min(window, budget), budget, fits)
+        if found < budget:
+            log.info("to stay within the KV memory the budget goes down from %s to %s tokens", budget, found)
+        return found
 
     def reserve(self, sequence: Sequence, budget: int | None, tokens: int, new_tokens: int) -> None:
         """Make the arena large enough for a piece and its reply; the active sequence's rows stay."""

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 from cake_infer.engine.engine import Engine
-from cake_infer.errors import BudgetError, CakeError, OptionError, PromptError
+from cake_infer.errors import BudgetError, CakeError, MemoryLimit, OptionError, PromptError
 
 CLOSE = {"rtol": 0, "atol": 1e-4}
 
@@ -365,6 +365,35 @@ def test_a_message_without_text_is_refused_before_anything_is_changed(model_fold
 def test_a_model_without_a_chat_template_says_so(model_folder):
     with pytest.raises(PromptError, match="no chat template"):
         load(model_folder(template=None)).chat()
+
+
+@pytest.mark.parametrize("decode_policy", ["grow", "hold"])
+def test_a_conversation_uses_the_kv_memory_it_is_given_and_no_more(model_folder, force, decode_policy):
+    limit = 150_000
+    engine = load(model_folder(), kv_memory=limit, decode_policy=decode_policy)
+    chat = engine.chat()
+    force([10] * 1000)
+    kept = []
+    for words in (1, 60, 60, 60, 1, 150, 60, 1, 1, 90):
+        say(chat, "the " * words, max_new_tokens=4)
+        assert engine.runner.tenancy.arena.nbytes <= limit
+        kept.append(chat.stats.kept_tokens)
+    assert chat.tokens_used > 600
+    assert kept[0] < 30, "nothing to evict yet"
+    assert min(kept[2:]) > 50
+    assert engine.runner.tenancy.arena.nbytes > 0.8 * limit
+    with pytest.raises(MemoryLimit, match="send a shorter text"):
+        say(chat, "the " * 1500, max_new_tokens=4)
+    assert len(chat.messages) == 20
+    say(chat, "the " * 60, max_new_tokens=4)
+    assert chat.stats.kept_tokens > 50
+
+
+def test_a_budget_is_not_raised_by_a_memory_that_has_room_for_more(model_folder, force):
+    chat = load(model_folder(), budget=24, kv_memory="10MiB").chat()
+    force([10] * 9)
+    say(chat, "the " * 60, max_new_tokens=4)
+    assert chat.stats.kept_tokens == chat.budget == 24
 
 
 def test_two_conversations_on_one_engine_keep_their_own_rows(model_folder, random_ids):
