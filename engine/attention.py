@@ -36,7 +36,8 @@ def prefill_attention(
     if past:
         before, before_lse = _attend(grouped, keys[:, :past], values[:, :past], scale, causal=False)
         # softmax over both parts: the share of each part is the sigmoid of the difference of their log-sum-exps
-        own = torch.lerp(before, own, torch.sigmoid(own_lse - before_lse).unsqueeze(-1).to(own.dtype))
+        torch.lerp(before, own, torch.sigmoid(own_lse - before_lse).unsqueeze(-1).to(own.dtype), out=own)
+        del before  # so that no third array of this size is alive below
     return own.reshape(heads, q_len, head_dim)
 
 

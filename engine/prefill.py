@@ -18,6 +18,7 @@ from ..cache.layout import kept_limit
 from ..cache.policies.base import Policy
 from ..cache.scores import LayerView, row_order
 from ..models.decoder import Decoder, Layer
+from ..models.workspace import Workspace
 from .attention import SlidingMask, decode_attention, prefill_attention
 from .sequence import Sequence
 
@@ -33,6 +34,7 @@ class Piece:
     cos: Tensor  # fp32 [tokens, head_dim / 2]
     sin: Tensor
     chunk: int
+    work: Workspace | None  # of one chunk; None on a GPU, where torch keeps what is freed
 
     @property
     def total(self) -> int:
@@ -60,7 +62,7 @@ def read(
     raises on the way, the rows are spoilt: go back to a checkpoint, or drop the sequence.
     """
     layers = decoder.config.num_layers
-    piece = _piece(sequence, ids, chunk)
+    piece = _piece(decoder, sequence, ids, chunk)
     budget = sequence.budget
     evicting = policy.evicts and budget is not None and piece.total > budget
     cascade = Cascade(layers, budget, window, policy.allocation) if evicting and budget is not None else None
@@ -80,7 +82,7 @@ def read(
 
 def read_all(decoder: Decoder, arena: Arena, sequence: Sequence, ids: Tensor, *, chunk: int) -> Tensor:
     """The last layer's hidden states of every token, `[tokens, hidden]`; nothing is kept in the arena."""
-    piece = _piece(sequence, ids, chunk)
+    piece = _piece(decoder, sequence, ids, chunk)
     arena.begin(0)
     hidden = decoder.embed(ids)
     for index in range(decoder.config.num_layers):
@@ -89,11 +91,14 @@ def read_all(decoder: Decoder, arena: Arena, sequence: Sequence, ids: Tensor, *,
     return hidden
 
 
-def _piece(sequence: Sequence, ids: Tensor, chunk: int) -> Piece:
+def _piece(decoder: Decoder, sequence: Sequence, ids: Tensor, chunk: int) -> Piece:
     assert sequence.rotary is not None, "a sequence gets its rotary frequencies before its first piece"
     tokens, first = ids.shape[0], sequence.total
     cos, sin = sequence.rotary.cos_sin(torch.arange(first, first + tokens, device=ids.device))
-    return Piece(tokens, first, cos, sin, chunk)
+    work = None
+    if ids.device.type == "cpu":
+        work = Workspace(decoder.config, min(chunk, tokens), decoder.compute_dtype, ids.device)
+    return Piece(tokens, first, cos, sin, chunk, work)
 
 
 def _whole_layer(
@@ -109,15 +114,15 @@ def _whole_layer(
     layer, sliding = decoder.widened(index), decoder.config.sliding_windows[index]
     for start, end in piece.chunks():
         span = hidden[start:end]
-        normed = decoder.attention_norm(layer, span)
+        normed = decoder.attention_norm(layer, span, piece.work)
         cos, sin = piece.cos[start:end], piece.sin[start:end]
-        _write_keys_values(decoder, layer, normed, staged, start, cos, sin)
-        queries = decoder.queries(layer, normed, cos, sin)  # [heads, chunk, head_dim]
+        _write_keys_values(decoder, layer, normed, staged, start, cos, sin, piece.work)
+        queries = decoder.queries(layer, normed, cos, sin, piece.work)  # [heads, chunk, head_dim]
         if sequence.ring is not None and end > piece.tokens - sequence.ring.window:
             sequence.ring.write(index, piece.first + start, queries)
         attended = _attend_chunk(queries, staged, start, end, piece, decoder.scale, sliding)
-        span += decoder.attention_output(layer, attended)
-        span += decoder.mlp(layer, decoder.mlp_norm(layer, span))
+        span += decoder.attention_output(layer, attended, piece.work)
+        span += decoder.mlp(layer, decoder.mlp_norm(layer, span, piece.work), piece.work)
         if on_chunk:
             on_chunk(index, end, piece.tokens)
 
@@ -135,8 +140,9 @@ def _last_layer(
     """The last layer where only the next token matters: keys of all, queries of the window, the rest of one token."""
     layer, sliding = decoder.widened(index), decoder.config.sliding_windows[index]
     for start, end in piece.chunks():
-        normed = decoder.attention_norm(layer, hidden[start:end])
-        _write_keys_values(decoder, layer, normed, staged, start, piece.cos[start:end], piece.sin[start:end])
+        normed = decoder.attention_norm(layer, hidden[start:end], piece.work)
+        cos, sin = piece.cos[start:end], piece.sin[start:end]
+        _write_keys_values(decoder, layer, normed, staged, start, cos, sin, piece.work)
         if on_chunk:
             on_chunk(index, end, piece.tokens)
     start = max(0, piece.tokens - (1 if sequence.ring is None else window))
@@ -151,16 +157,23 @@ def _last_layer(
 
 
 def _write_keys_values(
-    decoder: Decoder, layer: Layer, normed: Tensor, staged: Staged, start: int, cos: Tensor, sin: Tensor
+    decoder: Decoder,
+    layer: Layer,
+    normed: Tensor,
+    staged: Staged,
+    start: int,
+    cos: Tensor,
+    sin: Tensor,
+    work: Workspace | None,
 ) -> None:
     count = normed.shape[0]
     if staged.agree:
         columns = slice(staged.held[0] + start, staged.held[0] + start + count)
-        decoder.keys_values(layer, normed, cos, sin, staged.keys[:, columns], staged.values[:, columns])
+        decoder.keys_values(layer, normed, cos, sin, staged.keys[:, columns], staged.values[:, columns], work)
         return
     kv_heads, _, head_dim = staged.keys.shape
     keys, values = (staged.keys.new_empty(kv_heads, count, head_dim) for _ in range(2))
-    decoder.keys_values(layer, normed, cos, sin, keys, values)
+    decoder.keys_values(layer, normed, cos, sin, keys, values, work)
     for head, held in enumerate(staged.held):
         columns = slice(held + start, held + start + count)
         staged.keys[head, columns], staged.values[head, columns] = keys[head], values[head]

@@ -16,6 +16,7 @@ from torch import Tensor
 from .config import ModelConfig
 from .quantisation import Matrix, embedded, widen_into
 from .rope import rotate_into
+from .workspace import Workspace
 
 _HEAD_TILE = 1 << 20  # elements of the head that are widened at once: 4 MiB of fp32
 
@@ -60,7 +61,8 @@ class Decoder:
     Weights stay in the dtype they are stored in, mixed ones as they are. A layer is used through `widened`, which is
     the stored layer where its dtype is the compute dtype and a copy in one reused buffer otherwise. A tied head is
     given as `lm_head=embed_tokens`, and `norm` is the final norm. Norms are computed in fp32 and rounded once.
-    Nothing here mutates a weight, and every method works inside and outside `torch.inference_mode`.
+    Nothing here mutates a weight, and every method works inside and outside `torch.inference_mode`. With a workspace
+    `work` what a method returns lies in it, until the next method is called; without one it is a tensor of its own.
     """
 
     def __init__(
@@ -146,42 +148,62 @@ class Decoder:
         """Free the widening buffer; the next `widened` allocates it again."""
         self._buffer = self._in_buffer = None
 
-    def attention_norm(self, layer: Layer, hidden: Tensor) -> Tensor:
-        """The input of attention, [n, hidden_size]."""
-        return self._rms_norm(hidden, layer.input_layernorm)
+    def attention_norm(self, layer: Layer, hidden: Tensor, work: Workspace | None = None) -> Tensor:
+        """The input of attention, [n, hidden_size]; in a workspace it stays until `attention_output`."""
+        return self._rms_norm(hidden, layer.input_layernorm, work.normed(hidden.shape[0]) if work else None)
 
-    def mlp_norm(self, layer: Layer, hidden: Tensor) -> Tensor:
+    def mlp_norm(self, layer: Layer, hidden: Tensor, work: Workspace | None = None) -> Tensor:
         """The input of the MLP, [n, hidden_size]."""
-        return self._rms_norm(hidden, layer.post_attention_layernorm)
+        return self._rms_norm(hidden, layer.post_attention_layernorm, work.normed(hidden.shape[0]) if work else None)
 
-    def queries(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def queries(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, work: Workspace | None = None) -> Tensor:
         """Rotated queries, contiguous [num_heads, n, head_dim], of normed hidden states `x` [n, hidden_size].
 
         `cos` and `sin`: fp32 [n, head_dim / 2] from `Rotary.cos_sin`.
         """
-        heads = self._heads(F.linear(x, layer.q_proj, layer.q_bias), layer.q_norm)
-        out = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
+        projected = _linear(x, layer.q_proj, layer.q_bias, work.left(*_shape(x, layer.q_proj)) if work else None)
+        heads = self._heads(projected, layer.q_norm)
+        out = (
+            work.right(*projected.shape).view(heads.shape)
+            if work
+            else torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
+        )
         rotate_into(out, heads, cos, sin)
         return out
 
     def keys_values(
-        self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, out_keys: Tensor, out_values: Tensor
+        self,
+        layer: Layer,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        out_keys: Tensor,
+        out_values: Tensor,
+        work: Workspace | None = None,
     ) -> None:
         """Write rotated keys and values of normed hidden states `x` [n, hidden_size] into two views, each
         [num_kv_heads, n, head_dim], strided as they may be."""
-        rotate_into(out_keys, self._heads(F.linear(x, layer.k_proj, layer.k_bias), layer.k_norm), cos, sin)
-        out_values.copy_(self._heads(F.linear(x, layer.v_proj, layer.v_bias), None))
+        place = work.left(*_shape(x, layer.k_proj)) if work else None
+        keys = _linear(x, layer.k_proj, layer.k_bias, place)
+        rotate_into(out_keys, self._heads(keys, layer.k_norm), cos, sin)
+        out_values.copy_(self._heads(_linear(x, layer.v_proj, layer.v_bias, place), None))
 
-    def attention_output(self, layer: Layer, attention: Tensor) -> Tensor:
+    def attention_output(self, layer: Layer, attention: Tensor, work: Workspace | None = None) -> Tensor:
         """Output projection, [n, hidden_size], of the heads' results [num_heads, n, head_dim]."""
-        return F.linear(attention.transpose(0, 1).flatten(1), layer.o_proj, layer.o_bias)
+        heads, n, head_dim = attention.shape
+        if work is None:
+            return F.linear(attention.transpose(0, 1).flatten(1), layer.o_proj, layer.o_bias)
+        flat = work.left(n, heads * head_dim)
+        flat.view(n, heads, head_dim).copy_(attention.transpose(0, 1))
+        return _linear(flat, layer.o_proj, layer.o_bias, work.normed(n))
 
-    def mlp(self, layer: Layer, x: Tensor) -> Tensor:
+    def mlp(self, layer: Layer, x: Tensor, work: Workspace | None = None) -> Tensor:
         """The gated MLP, [n, hidden_size]; holds two arrays of [n, intermediate_size], no third."""
-        gate = F.linear(x, layer.gate_proj, layer.gate_bias)
+        shape = _shape(x, layer.gate_proj)
+        gate = _linear(x, layer.gate_proj, layer.gate_bias, work.left(*shape) if work else None)
         self._activate_(gate)
-        gate.mul_(F.linear(x, layer.up_proj, layer.up_bias))
-        return F.linear(gate, layer.down_proj, layer.down_bias)
+        gate.mul_(_linear(x, layer.up_proj, layer.up_bias, work.right(*shape) if work else None))
+        return _linear(gate, layer.down_proj, layer.down_bias, work.normed(shape[0]) if work else None)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits, fp32 [n, vocab_size], of hidden states [n, hidden_size] after the last layer.
@@ -201,22 +223,27 @@ class Decoder:
         return logits
 
     def _heads(self, projected: Tensor, norm: Tensor | None) -> Tensor:
-        """A view [heads, n, head_dim] of a projection [n, heads * head_dim], normed per head where a norm is given."""
+        """A view [heads, n, head_dim] of a projection [n, heads * head_dim], normed per head, in place, where a norm is
+        given."""
         heads = projected.view(projected.shape[0], -1, self.config.head_dim)
         if norm is not None:
-            heads = self._rms_norm(heads, norm)
+            heads = self._rms_norm(heads, norm, heads)
         return heads.transpose(0, 1)
 
-    def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x / rms(x) * (norm_offset + weight) over the last dimension, in fp32, rounded to the compute dtype."""
+    def _rms_norm(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        """x / rms(x) * (norm_offset + weight) over the last dimension, in fp32, rounded to the compute dtype.
+
+        Written to `out` where given, which may be `x` itself.
+        """
         wide = x.float()
         # The 2-norm needs no array of squares.
         square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(wide.shape[-1])
         scale = weight.float()
         if self.config.norm_offset:
             scale = scale + self.config.norm_offset
-        normed: Tensor = (wide * square.add_(self.config.rms_norm_eps).rsqrt_()).mul_(scale)
-        return normed.to(self.compute_dtype)
+        place = out if out is not None and out.dtype == torch.float32 else None
+        normed = torch.mul(wide, square.add_(self.config.rms_norm_eps).rsqrt_(), out=place).mul_(scale)
+        return normed.to(self.compute_dtype) if out is None or place is not None else out.copy_(normed)
 
     def _activate_(self, gate: Tensor) -> None:
         if self.config.hidden_act == "silu":
@@ -224,3 +251,15 @@ class Decoder:
         else:
             approximate = "tanh" if self.config.hidden_act == "gelu_tanh" else "none"
             torch.ops.aten.gelu_(gate, approximate=approximate)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    """x @ weight^T + bias, into `out` where given."""
+    if out is None:
+        return F.linear(x, weight, bias)
+    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+
+def _shape(x: Tensor, weight: Tensor) -> tuple[int, int]:
+    """The shape of x @ weight^T."""
+    return x.shape[0], weight.shape[0]

@@ -30,6 +30,7 @@ ROWS = (
     ("hidden states", "hidden"),
     ("one layer, widened", "widened"),
     ("one chunk and tables", "chunk"),
+    ("matrix products", "products"),
     ("total", "total"),
 )
 

@@ -210,7 +210,7 @@ FLAGS: dict[str, tuple[list[str], set[str]]] = {
     "--quant": (["--quant", "int8"], {"weights", "total"}),
     "--context": (["--context", "1000"], {"context", "prompt_tokens", "hidden"}),
     "--rope-scaling": (["--rope-scaling", "linear:2"], {"context", "prompt_tokens", "hidden"}),
-    "--chunk": (["--chunk", "1400"], {"chunk", "transient", "total"}),
+    "--chunk": (["--chunk", "1400"], {"chunk", "products", "transient", "total"}),
     "--budget": (["--budget", "100"], {"budget", "arena", "kept", "chunk", "transient", "total"}),
     "--kv-memory": (["--kv-memory", "1MiB"], {"budget", "arena", "kept", "chunk", "transient", "total"}),
     "--policy": (["--policy", "full"], {"budget", "arena", "kept", "chunk", "transient", "total"}),
@@ -294,7 +294,9 @@ def test_plan_shows_a_table_that_compares_with_the_full_cache(
     assert row.split("  ")[-1].strip() == size_text(figures["full_cache"]["arena"])
     assert size_text(figures["arena"]) in row
     assert figures["full_cache"]["arena"] > 2 * figures["arena"]
-    assert figures["total"] == sum(figures[name] for name in ("weights", "arena", "hidden", "widened", "chunk"))
+    assert figures["total"] == sum(
+        figures[name] for name in ("weights", "arena", "hidden", "widened", "chunk", "products")
+    )
 
 
 def test_plan_reads_no_weights(
