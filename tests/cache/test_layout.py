@@ -14,6 +14,7 @@ from cake_infer.cache.layout import (
     arena_size,
     budget_within,
     kv_bytes,
+    largest_budget,
     table_slots,
 )
 from cake_infer.errors import BudgetError
@@ -94,3 +95,28 @@ def test_a_memory_that_is_too_small_is_refused_with_what_the_least_budget_takes(
     assert budget_within(LAYOUT, least, tokens=20_000, new_tokens=64, window=32) == 32
     with pytest.raises(BudgetError, match=rf"{least / 2**20:,.1f} MiB with the smallest budget of 32 tokens"):
         budget_within(LAYOUT, least - 1, tokens=20_000, new_tokens=64, window=32)
+
+
+@pytest.mark.parametrize("hold", [False, True])
+@pytest.mark.parametrize("limit", [150_000, 400_000])
+def test_the_budget_of_a_conversation_leaves_room_to_read_a_turn_beside_what_is_held(limit, hold):
+    found = budget_within(LAYOUT, limit, tokens=20, new_tokens=16, hold=hold, window=8, context=4096)
+
+    def need(budget):
+        held = budget if hold else budget + 16
+        return arena_bytes(
+            LAYOUT,
+            arena_size(LAYOUT, budget=budget, tokens=20, new_tokens=16, hold=hold, held=L * held, held_longest=held),
+        )
+
+    assert need(found) <= limit < need(found + 1)
+    assert 50 < found < 4096
+
+
+def test_the_budget_of_a_conversation_is_never_more_than_its_context():
+    assert budget_within(LAYOUT, 1 << 30, tokens=20, new_tokens=16, window=8, context=4096) == 4096
+
+
+def test_the_largest_budget_that_fits_is_found_and_the_least_one_given_if_none_does():
+    for border in range(3, 12):
+        assert largest_budget(4, 10, lambda budget, border=border: budget <= border) == min(max(border, 4), 10)

@@ -109,3 +109,34 @@ def test_hold_with_a_policy_that_keeps_everything_is_refused(tmp_path, write_che
     runner = make_runner(write_checkpoint(tmp_path / "m"), policy="full", decode_policy="hold")
     with pytest.raises(OptionError, match="keeps everything"):
         runner.prepare(Sequence(), 10, 5)
+
+
+@pytest.mark.parametrize("prompt", [120, 20])
+def test_a_piece_after_a_held_reply_sees_what_the_reply_has_left_and_keeps_by_the_same_rule(
+    tmp_path, write_checkpoint, dense, make_runner, random_ids, kept_positions, prompt
+):
+    folder = write_checkpoint(tmp_path / "model")
+    runner = make_runner(folder, budget=24, window=WINDOW, decode_policy="hold")
+    ids, new, turn = random_ids(prompt), random_ids(40, seed=1), random_ids(5, seed=2)
+    sequence = start(runner, ids, len(new) + 1)
+    total = prompt + len(new) + len(turn)
+    masks = {row: torch.ones(total, total, dtype=torch.bool) for row in kept_positions(runner)}
+
+    def see_only_kept(first, last):
+        for row, positions in kept_positions(runner).items():
+            masks[row][first:last, :first] = False
+            masks[row][first:last, positions] = True
+
+    for index, token in enumerate(new):
+        see_only_kept(prompt + index, prompt + index + 1)
+        with torch.inference_mode():
+            steps.step(runner.decoder, runner.tenancy.arena, sequence, token, window=WINDOW)
+    held = kept_positions(runner)
+    assert sum(map(len, held.values())) == 24 * len(held)
+    see_only_kept(prompt + len(new), total)
+    runner.prepare(sequence, len(turn), 3)
+    logits = runner.feed(sequence, turn, 3)
+    model = dense(folder)
+    torch.testing.assert_close(logits.double(), model.logits(ids + new + turn, masks)[-1], rtol=0, atol=1e-4)
+    columns = {row: [*positions, *range(total - len(turn), total)] for row, positions in held.items()}
+    model.assert_chosen(kept_positions(runner), model.cake(columns, total, budget=24, window=WINDOW))
