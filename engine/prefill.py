@@ -265,5 +265,5 @@ def _keep(
     for earlier, share in enumerate(shares[:-1]):
         arena.shrink(earlier, [min(share, int(n)) for n in arena.length[earlier]])
     lengths = [min(shares[-1], length) for length in staged.lengths]
-    order = row_order(scored.indicator, staged.position, piece.total - window, staged.lengths, max(lengths))
+    order = row_order(scored.indicator, staged.position, piece.total - window, staged.lengths, lengths)
     arena.keep(index, staged, order, lengths, scored.indicator)
