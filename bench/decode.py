@@ -27,6 +27,7 @@ CASES = (
     # weights, prompt tokens, budget (0: everything)
     ("bfloat16", 100, 512),
     ("int8", 100, 512),
+    ("int4", 100, 512),
     ("int8", 1000, 512),
     ("int8", 7800, 512),
     ("int8", 7800, 0),
@@ -52,7 +53,7 @@ def time_steps(engine: Engine, prompt: int, steps: int) -> tuple[np.ndarray, int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--weights", choices=("float32", "bfloat16", "int8"))
+    parser.add_argument("--weights", choices=("float32", "bfloat16", "int8", "int4"))
     parser.add_argument("--prompt", type=int)
     parser.add_argument("--budget", type=int, default=512, help="0 keeps everything")
     parser.add_argument("--steps", type=int, default=100)
@@ -70,7 +71,11 @@ def main() -> None:
             weights, prompt, budget = case
             if (weights, budget) not in engines:
                 cache = {"budget": budget} if budget else {"policy": "full"}
-                how = {"quant": "int8"} if weights == "int8" else {"dtype": None if weights == "bfloat16" else weights}
+                how = (
+                    {"quant": weights}
+                    if weights.startswith("int")
+                    else {"dtype": None if weights == "bfloat16" else weights}
+                )
                 engines[weights, budget] = Engine.load(
                     args.model, threads=args.threads, step="compiled", **cache, **how
                 )

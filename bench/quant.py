@@ -66,6 +66,7 @@ def main() -> None:
         "float32": {"dtype": "float32", **exact},
         "bfloat16": exact,
         "int8": {"quant": "int8", **exact},
+        "int4": {"quant": "int4", **exact},
         "float32, KV bfloat16": {"dtype": "float32", "policy": "full", "kv_dtype": "bfloat16"},
         "int8, KV bfloat16": {"quant": "int8", "policy": "full", "kv_dtype": "bfloat16"},
     }

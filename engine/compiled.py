@@ -14,7 +14,7 @@ from torch import Tensor
 from ..cache.arena import Arena
 from ..errors import BackendError
 from ..models.decoder import Decoder, Layer
-from ..models.quantisation import Int8Matrix, Matrix
+from ..models.quantisation import Matrix
 from .kernels import kernels_cached, load_step, mark_cached
 from .sequence import Sequence
 from .team import Team
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-LIKE = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.int8: np.int8}
+LIKE = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.int8: np.int8, torch.uint8: np.uint8}
 NO_LIMIT = np.iinfo(np.int64).max
 ANGLES_AHEAD = 64
 
@@ -206,8 +206,11 @@ class CompiledStep:
 
 def _address(matrix: Matrix) -> tuple[int, int]:
     """Where a matrix and its scales lie; 0 without scales."""
-    assert matrix.is_contiguous()
-    return matrix.data_ptr(), matrix.scale.data_ptr() if isinstance(matrix, Int8Matrix) else 0
+    if isinstance(matrix, Tensor):
+        assert matrix.is_contiguous()
+        return matrix.data_ptr(), 0
+    assert matrix.data.is_contiguous()
+    return matrix.data.data_ptr(), matrix.factors.data_ptr()
 
 
 def _as_stored(store: Tensor) -> np.ndarray:

@@ -19,7 +19,7 @@ from ..models.chat_template import ChatTemplate
 from ..models.config import ModelConfig, read_config, with_rope_scaling
 from ..models.decoder import Decoder
 from ..models.hub import resolve_model
-from ..models.packed import as_int8, load_int8
+from ..models.packed import as_quantised, load_quantised
 from ..models.tokenizer import Tokenizer
 from ..models.weights import load_decoder, random_decoder
 from .available import available_memory
@@ -108,7 +108,7 @@ class Engine:
 
         cache: a CacheConfig, or give its fields as keywords (budget=1024, policy="cake", decode_policy="hold", ...).
         dtype: storage of the weights, default the checkpoint's; on a CPU they are multiplied in fp32.
-        quant: "int8" packs the weights, once, into the user's cache folder (CPU).
+        quant: "int8" or "int4" packs the weights, once, into the user's cache folder (CPU).
         threads: CPU threads, default one per core; set for the whole process's torch. step: what decodes, see
         `engine/stepper.py`. context: the most tokens of a text, default the model's own.
         random_weights: `model` is a config.json or its folder, and the values are random (for benchmarks).
@@ -181,9 +181,9 @@ class Engine:
         path, config = self.model_path, self.config
         if self.random_weights:
             decoder = random_decoder(config, device=self.device, dtype=self.dtype, seed=seed)
-            return as_int8(decoder) if self.quant else decoder
+            return as_quantised(decoder, self.quant) if self.quant else decoder
         if self.quant:
-            return load_int8(path, config, on_progress=on_progress)
+            return load_quantised(path, config, self.quant, on_progress=on_progress)
         return load_decoder(path, config, device=self.device, dtype=self.dtype, on_progress=on_progress)
 
     def check_room(self, prompt_tokens: int, config: GenerationConfig | None = None) -> None:

@@ -13,10 +13,9 @@ import torch
 from ..cache.config import CacheConfig
 from ..errors import BackendError, OptionError
 from ..models.config import ModelConfig
+from ..models.quantisation import QUANTS
 from ..models.tokenizer import Tokenizer
 from .results import Progress
-
-QUANTS = ("int8",)
 
 
 def choose_device(name: str | None) -> torch.device:

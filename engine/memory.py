@@ -16,7 +16,7 @@ from ..cache.policies import PolicyModel, make_policy
 from ..errors import MemoryLimit, OptionError, WeightsError
 from ..models.config import ModelConfig, read_config
 from ..models.headers import tensor_headers
-from ..models.packed import int8_bytes
+from ..models.packed import quantised_bytes
 from ..models.parameters import layer_parameters
 from ..models.weights import DTYPES, weight_bytes
 from ..models.workspace import widest, workspace_elements
@@ -124,7 +124,7 @@ def weights_of(
     None. `dtype` is what the user asked for.
     """
     if quant is not None:
-        return int8_bytes(config), torch.int8
+        return quantised_bytes(config, quant), torch.int8 if quant == "int8" else torch.uint8
     if folder is not None:
         try:
             nbytes = weight_bytes(folder, dtype)

@@ -150,7 +150,7 @@ ENGINE_FLAGS = {
         "what decodes: compiled (numba), eager (plain torch), or auto: compiled where it can be",
         choices=("auto", "compiled", "eager"),
     ),
-    "quant": Flag("int8 weights, packed once into the cache folder (CPU)", choices=("int8",)),
+    "quant": Flag("int8 or int4 weights, packed once into the cache folder (CPU)", choices=("int8", "int4")),
 }
 
 # fields that are constants of the method rather than choices of a user

@@ -1,4 +1,4 @@
-"""int8 weights, packed once from a model's checkpoint into the user's cache folder and mapped from there."""
+"""int8 and int4 weights, packed once from a model's checkpoint into the user's cache folder and mapped from there."""
 
 from __future__ import annotations
 
@@ -19,67 +19,78 @@ from .decoder import Decoder
 from .embedded import cache_home
 from .headers import file_headers, tensor_headers
 from .parameters import EMBEDDING, FINAL_NORM, HEAD, layer_parameters, parameter_shapes
-from .quantisation import Int8Matrix, Matrix, quantise
+from .quantisation import GROUP, Int4Matrix, Int8Matrix, Matrix, quantise
 from .staging import check_disk_space, staged_folder
 from .weights import Loader, assemble, load_decoder
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
-FILE = "int8.safetensors"
-SCALE = ".scale"
+FORMAT = 2
+FILE = "weights.safetensors"
+FACTORS = ".factors"
 
 OnProgress = Callable[[int, int], None]
 
 
-def load_int8(folder: str | Path, config: ModelConfig, *, on_progress: OnProgress | None = None) -> Decoder:
-    """A model of the folder with int8 matrices, embedding and head included; norms and biases as they are stored.
+def load_quantised(
+    folder: str | Path, config: ModelConfig, quant: str, *, on_progress: OnProgress | None = None
+) -> Decoder:
+    """A model of the folder with matrices in a format of QUANTS, embedding and head included; the rest as it is stored.
 
     The packed file is made on first use and mapped afterwards. Where nothing can be written, the matrices are packed
     in memory, with a warning. Raises WeightsError as `load_decoder` does.
     """
-    target = packed_folder(folder)
+    target = packed_folder(folder, quant)
     if not (target / FILE).is_file():
         decoder = load_decoder(folder, config, on_progress=on_progress)
-        tensors = _quantised(decoder)
+        tensors = _quantised(decoder, quant)
         try:
             _write(target, tensors)
         except CakeError as error:
-            log.warning("int8 weights are packed anew at each start: %s", error)
-            return _assembled(decoder.config, tensors)
+            log.warning("%s weights are packed anew at each start: %s", quant, error)
+            return _assembled(decoder.config, quant, tensors)
         del decoder, tensors
     headers = file_headers(target / FILE)
     loader = Loader(torch.device("cpu"), headers.values())
-    types = {"I8": torch.int8, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    types = {"I8": torch.int8, "U8": torch.uint8, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
     config = _with_biases(config, headers.keys())
     wanted = set(_names(config))
     if wanted != set(headers):
         raise WeightsError(f"{target / FILE} does not fit the model's config.json: remove it, and it is made anew")
-    return _assembled(config, {name: loader.map(header, types[header.dtype]) for name, header in headers.items()})
+    return _assembled(
+        config, quant, {name: loader.map(header, types[header.dtype]) for name, header in headers.items()}
+    )
 
 
-def as_int8(decoder: Decoder) -> Decoder:
-    """The same model with int8 matrices, in memory."""
-    return _assembled(decoder.config, _quantised(decoder))
+def as_quantised(decoder: Decoder, quant: str) -> Decoder:
+    """The same model with quantised matrices, in memory."""
+    return _assembled(decoder.config, quant, _quantised(decoder, quant))
 
 
-def int8_bytes(config: ModelConfig) -> int:
-    """Bytes of a model with int8 matrices, from its shapes alone (norms and biases counted as fp32)."""
-    shapes = parameter_shapes(config).values()
-    return sum(shape[0] * (shape[1] + 4) if len(shape) == 2 else 4 * shape[0] for shape in shapes)
+def quantised_bytes(config: ModelConfig, quant: str) -> int:
+    """Bytes of a model with quantised matrices, from its shapes alone (norms and biases counted as fp32)."""
+    total = 0
+    for shape in parameter_shapes(config).values():
+        if len(shape) == 1:
+            total += 4 * shape[0]
+        elif quant == "int8":
+            total += shape[0] * (shape[1] + 4)
+        else:
+            total += shape[0] * (shape[1] // 2 + shape[1] // GROUP * 4)
+    return total
 
 
-def packed_folder(folder: str | Path) -> Path:
+def packed_folder(folder: str | Path, quant: str) -> Path:
     """Where a checkpoint's packed weights are, named after what its files hold: another checkpoint has another one."""
     digest = hashlib.sha256(str(FORMAT).encode())
     for name, header in sorted(tensor_headers(folder).items()):
         status = header.file.stat()
         digest.update(f"{name} {header} {status.st_size} {status.st_mtime_ns}".encode())
-    return cache_home() / "packed" / f"{Path(folder).resolve().name}-{digest.hexdigest()[:16]}"
+    return cache_home() / "packed" / f"{Path(folder).resolve().name}-{quant}-{digest.hexdigest()[:16]}"
 
 
-def _quantised(decoder: Decoder) -> dict[str, Tensor]:
-    """Every parameter under its checkpoint name; a matrix as int8, with its scales beside it."""
+def _quantised(decoder: Decoder, quant: str) -> dict[str, Tensor]:
+    """Every parameter under its checkpoint name; a matrix quantised, with its factors beside it."""
     found: dict[str, Matrix] = {EMBEDDING: decoder.embed_tokens, FINAL_NORM: decoder.norm}
     if not decoder.config.tie_word_embeddings:
         found[HEAD] = decoder.lm_head
@@ -90,8 +101,8 @@ def _quantised(decoder: Decoder) -> dict[str, Tensor]:
     for name, tensor in found.items():
         assert isinstance(tensor, Tensor)
         if tensor.dim() == 2:
-            packed = quantise(tensor)
-            tensors[name], tensors[name + SCALE] = packed.data, packed.scale
+            packed = quantise(tensor, quant)
+            tensors[name], tensors[name + FACTORS] = packed.data, packed.factors
         else:
             tensors[name] = tensor.contiguous()
     return tensors
@@ -100,14 +111,15 @@ def _quantised(decoder: Decoder) -> dict[str, Tensor]:
 def _names(config: ModelConfig) -> list[str]:
     names = []
     for name, shape in parameter_shapes(config).items():
-        names += [name, name + SCALE] if len(shape) == 2 else [name]
+        names += [name, name + FACTORS] if len(shape) == 2 else [name]
     return names
 
 
-def _assembled(config: ModelConfig, tensors: dict[str, Tensor]) -> Decoder:
+def _assembled(config: ModelConfig, quant: str, tensors: dict[str, Tensor]) -> Decoder:
+    kind = Int8Matrix if quant == "int8" else Int4Matrix
     matrices: dict[str, Matrix] = {}
     for name, shape in parameter_shapes(config).items():
-        matrices[name] = Int8Matrix(tensors[name], tensors[name + SCALE]) if len(shape) == 2 else tensors[name]
+        matrices[name] = kind(tensors[name], tensors[name + FACTORS]) if len(shape) == 2 else tensors[name]
     return assemble(config, matrices, torch.device("cpu"))
 
 
@@ -119,10 +131,10 @@ def _with_biases(config: ModelConfig, names: Iterable[str]) -> ModelConfig:
 
 
 def _write(target: Path, tensors: dict[str, Tensor]) -> None:
-    check_disk_space(target, sum(tensor.nbytes for tensor in tensors.values()), "packing the weights as int8")
+    check_disk_space(target, sum(tensor.nbytes for tensor in tensors.values()), "packing the weights")
     try:
         with staged_folder(target, keep_existing=True) as staging:
             save_file(tensors, staging / FILE, metadata={"format": "pt", "version": str(FORMAT)})
     except OSError as error:
         raise CakeError(f"{target} cannot be written ({error.strerror or error})") from error
-    log.info("int8 weights packed into %s", os.fspath(target))
+    log.info("weights packed into %s", os.fspath(target))

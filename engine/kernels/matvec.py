@@ -1,7 +1,7 @@
 """Compiled matrix-vector products over rows of a stored weight matrix, read where it lies.
 
-A matrix is [rows, columns] at an address, in the format that the dummy array `like` has: fp32, bf16 (as uint16), or
-int8 with one scale per row.
+A matrix is [rows, columns] at an address, in the format that the dummy array `like` has: fp32, bf16 (as uint16), int8
+with one fp32 scale per row, or int4 (as uint8) in groups (see int4.py and models/quantisation.py).
 Rows are worked in blocks of four, so that each load of the vector serves four rows; a row's sum is always made in the
 same order by one thread, whatever the number of threads.
 """
@@ -11,10 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, float32, int8, njit, uint16
+from numba import carray, float32, int8, njit, uint8, uint16
 from numba.extending import overload
 
 from .arithmetic import FASTMATH, pointer, prefetch, widen
+from .int4 import int4_rows
 
 BLOCK = 4
 LINE = 64  # bytes of a cache line
@@ -32,7 +33,7 @@ def share(count: int, part: int, parts: int) -> tuple[int, int]:
 
 
 def rows_times(address: Any, scales: Any, begin: Any, end: Any, x: Any, out: Any, at: Any, like: Any) -> Any:
-    """`out[at + r] = matrix[r] . x` for rows begin..end; `scales` is the address of the fp32 scales, 0 without."""
+    """`out[at + r] = matrix[r] . x` for rows begin..end; `scales` is the address of the factors, 0 without."""
     raise AssertionError("compiled code only")
 
 
@@ -42,6 +43,8 @@ def _rows_times(address: Any, scales: Any, begin: Any, end: Any, x: Any, out: An
         return plain_rows
     if like.dtype == int8:
         return scaled_rows
+    if like.dtype == uint8:
+        return grouped_rows
     return None
 
 
@@ -97,3 +100,8 @@ def scaled_rows(address: Any, scales: Any, begin: Any, end: Any, x: Any, out: An
     scale = carray(pointer(scales, x), (end,))
     for row in range(begin, end):
         out[at + row] *= scale[row]
+
+
+def grouped_rows(address: Any, scales: Any, begin: Any, end: Any, x: Any, out: Any, at: Any, like: Any) -> Any:
+    """int4 with a scale and a lowest value per group of columns."""
+    int4_rows(address, scales, begin, end, x, out, at)

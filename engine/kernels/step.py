@@ -10,10 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import carray, njit, uint8
+from numba.extending import overload
 
 from .arithmetic import FASTMATH, activate, narrow, pointer, widen
 from .attention import attend_piece, combine, least_attended, piece_columns, pieces_of
+from .int4 import GROUP
 from .matvec import rows_times, share
 from .team import meet
 
@@ -66,15 +68,38 @@ def exchange(store: Any, slot: int, other: int) -> None:
         store[slot, d], store[other, d] = store[other, d], store[slot, d]
 
 
-@njit(fastmath=FASTMATH, error_model="numpy")
-def embed_row(token: int, ends: Any, factor: float, hidden: Any, like: Any) -> None:
-    """The token's embedding, widened, times the family's factor."""
+def embed_row(token: Any, table: Any, factors: Any, factor: Any, hidden: Any, like: Any) -> Any:
+    """The token's embedding, widened, times the family's factor; addresses of the table and of its factors."""
+    raise AssertionError("compiled code only")
+
+
+@overload(embed_row, fastmath=FASTMATH)
+def _embed_row(token: Any, table: Any, factors: Any, factor: Any, hidden: Any, like: Any) -> Any:
+    if like.dtype == uint8:
+        return embed_int4
+    return embed_stored
+
+
+def embed_stored(token: Any, table: Any, factors: Any, factor: Any, hidden: Any, like: Any) -> Any:
     width = hidden.shape[0]
-    table = carray(pointer(ends[0, 0], like), (token + 1, width))
-    if ends[0, 1]:
-        factor *= carray(pointer(ends[0, 1], hidden), (token + 1,))[token]
+    row = carray(pointer(table, like), (token + 1, width))[token]
+    scale = factor
+    if factors:
+        scale = factor * carray(pointer(factors, hidden), (token + 1,))[token]
     for i in range(width):
-        hidden[i] = widen(table[token, i]) * factor
+        hidden[i] = widen(row[i]) * scale
+
+
+def embed_int4(token: Any, table: Any, factors: Any, factor: Any, hidden: Any, like: Any) -> Any:
+    groups = hidden.shape[0] // GROUP
+    packed = carray(pointer(table, like), (token + 1, groups, GROUP // 2))[token]
+    pairs = carray(pointer(factors, np.empty(0, np.uint16)), (token + 1, groups, 2))[token]
+    for group in range(groups):
+        scale, low = widen(pairs[group, 0]), widen(pairs[group, 1])
+        for j in range(GROUP // 2):
+            first, second = packed[group, j] & 15, packed[group, j] >> 4
+            hidden[group * GROUP + j] = (np.float32(first) * scale + low) * factor
+            hidden[group * GROUP + GROUP // 2 + j] = (np.float32(second) * scale + low) * factor
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
@@ -167,7 +192,7 @@ def decode_step(
     q_rows, kv_rows = heads * dim, kv_heads * dim
     met = 0
     if thread == 0:
-        embed_row(token, ends, constants[2], hidden, like_weight)
+        embed_row(token, ends[0, 0], ends[0, 1], constants[2], hidden, like_weight)
     met += 1
     meet(counter, met, threads)
     for layer in range(layers):

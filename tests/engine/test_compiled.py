@@ -15,7 +15,7 @@ from cake_infer.engine.sequence import Sequence
 from cake_infer.engine.team import Team
 from cake_infer.errors import BackendError
 from cake_infer.models.config import read_config
-from cake_infer.models.packed import as_int8
+from cake_infer.models.packed import as_quantised
 from cake_infer.models.weights import load_decoder
 
 pytest.importorskip("numba", reason="the compiled step needs the extra cpu")
@@ -119,11 +119,11 @@ def test_rows_at_the_borders_of_pieces_agree_with_torch(tiny, random_ids, prompt
     torch.testing.assert_close(fast[0], slow[0], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+@pytest.mark.parametrize("weights", ["bfloat16", "int8", "int4"])
 def test_narrow_weights_and_rows_agree_with_torch(tiny, random_ids, weights):
     decoder = tiny(dtype=torch.bfloat16)
-    if weights == "int8":
-        decoder = as_int8(decoder)
+    if weights != "bfloat16":
+        decoder = as_quantised(decoder, weights)
     ids, new = random_ids(PROMPT), random_ids(STEPS, seed=1)
     slow = decoded(decoder, ids, new, compiled=False, kv_dtype=torch.bfloat16)
     fast = decoded(decoder, ids, new, compiled=True, kv_dtype=torch.bfloat16)
