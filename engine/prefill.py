@@ -97,7 +97,7 @@ def _piece(decoder: Decoder, sequence: Sequence, ids: Tensor, chunk: int) -> Pie
     cos, sin = sequence.rotary.cos_sin(torch.arange(first, first + tokens, device=ids.device))
     work = None
     if ids.device.type == "cpu":
-        work = Workspace(decoder.config, min(chunk, tokens), decoder.compute_dtype, ids.device)
+        work = Workspace(decoder.config, min(chunk, tokens), decoder.product_dtype, ids.device)
     return Piece(tokens, first, cos, sin, chunk, work)
 
 
@@ -111,7 +111,7 @@ def _whole_layer(
     on_chunk: OnChunk | None,
 ) -> None:
     """One decoder layer over all tokens, in place in `hidden`."""
-    layer, sliding = decoder.widened(index), decoder.config.sliding_windows[index]
+    layer, sliding = decoder.for_products(index), decoder.config.sliding_windows[index]
     for start, end in piece.chunks():
         span = hidden[start:end]
         normed = decoder.attention_norm(layer, span, piece.work)
@@ -138,7 +138,7 @@ def _last_layer(
     on_chunk: OnChunk | None,
 ) -> Tensor:
     """The last layer where only the next token matters: keys of all, queries of the window, the rest of one token."""
-    layer, sliding = decoder.widened(index), decoder.config.sliding_windows[index]
+    layer, sliding = decoder.for_products(index), decoder.config.sliding_windows[index]
     for start, end in piece.chunks():
         normed = decoder.attention_norm(layer, hidden[start:end], piece.work)
         cos, sin = piece.cos[start:end], piece.sin[start:end]
@@ -193,10 +193,12 @@ def _attend_chunk(
     held = staged.held[0]
     mask, low = None, 0
     if sliding is not None and piece.total > sliding:
-        # Without held rows columns are positions, and those before the window of the chunk's first query never count.
-        low = max(0, start - sliding + 1) if held == 0 else 0
+        # Where no query of the chunk sees the piece's first token, none sees what is held, which is older.
+        unseen = max(0, start - sliding + 1)
+        low = held + unseen if unseen else 0
         position = torch.arange(piece.first + start, piece.first + end, device=queries.device)
-        mask = SlidingMask(sliding, position, staged.position[:, low : held + end])
+        alike = 1 if unseen or not held else None  # new tokens have the same positions in every head
+        mask = SlidingMask(sliding, position, staged.position[:alike, low : held + end])
     keys, values = staged.keys[:, low : held + end], staged.values[:, low : held + end]
     return prefill_attention(queries, keys, values, scale=scale, past=held + start, sliding=mask)
 

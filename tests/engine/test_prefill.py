@@ -131,6 +131,8 @@ def test_no_tensor_is_as_large_as_the_text_squared_or_the_text_times_the_vocabul
             assert 0 < largest.scoring <= heads * window * (length + 64)
             assert runner.tenancy.arena.kept_slots == 64 * 2 * 2
     assert found[2048].elements <= 2 * found[1024].elements
+    if case == "continued sliding":
+        assert found[2048].elements == found[1024].elements, "a mask has a column for every token of the text"
 
 
 # -- sliding windows --------------------------------------------------------------------------------------------------
