@@ -42,7 +42,15 @@ def prefill_attention(
 
 
 def _attend(grouped: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention and log-sum-exp `[kv_heads, group, q_len]` of grouped queries `[kv_heads, group, q_len, head_dim]`."""
+    """Attention and log-sum-exp `[kv_heads, group, q_len]` of grouped queries `[kv_heads, group, q_len, head_dim]`.
+
+    Where nothing is masked the query heads of a KV head are simply more rows: keys are packed once for all of them.
+    """
+    if not causal and grouped.shape[1] > 1:
+        kv_heads, group, q_len, head_dim = grouped.shape
+        folded = grouped.reshape(kv_heads, 1, group * q_len, head_dim)
+        out, lse = _attend(folded, keys, values, scale, causal=False)
+        return out.reshape(grouped.shape), lse.reshape(kv_heads, group, q_len)
     shape = (keys.shape[0], grouped.shape[1], keys.shape[1], keys.shape[2])
     keys, values = keys[:, None].expand(shape), values[:, None].expand(shape)  # stride 0: no copy
     if grouped.device.type == "cpu":

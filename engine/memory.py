@@ -15,6 +15,7 @@ from ..cache.layout import ArenaLayout, arena_bytes, arena_size, budget_within
 from ..cache.policies import PolicyModel, make_policy
 from ..errors import MemoryLimit, OptionError, WeightsError
 from ..models.config import ModelConfig, read_config
+from ..models.decoder import product_dtype
 from ..models.headers import tensor_headers
 from ..models.packed import quantised_bytes
 from ..models.parameters import layer_parameters
@@ -86,7 +87,8 @@ def plan_run(
     """
     compute_dtype = torch.float32 if torch.device(device).type == "cpu" else stored
     kept_dtype = kv_dtype(cache, stored, compute_dtype)
-    layout = ArenaLayout(config.num_layers, config.num_kv_heads, config.head_dim, kept_dtype, compute_dtype)
+    products = product_dtype(stored, torch.device(device))
+    layout = ArenaLayout(config.num_layers, config.num_kv_heads, config.head_dim, kept_dtype, products)
     hold = cache.decode_policy == "hold"
     budget = first_budget(config, cache, layout, prompt_tokens, new_tokens)
     evicting = budget is not None and prompt_tokens > budget
@@ -97,7 +99,6 @@ def plan_run(
         new_tokens=new_tokens,
         hold=hold,
     )
-    item = compute_dtype.itemsize
     return Plan(
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,
@@ -105,9 +106,9 @@ def plan_run(
         weights=weights,
         arena=arena_bytes(layout, size),
         kept=size.kept * layout.kept_slot_bytes,
-        staging=size.staging * (2 * layout.head_dim * compute_dtype.itemsize + 8),
-        hidden=prompt_tokens * config.hidden_size * item,
-        widened=layer_elements(config) * item if stored != compute_dtype else 0,
+        staging=size.staging * (2 * layout.head_dim * products.itemsize + 8),
+        hidden=prompt_tokens * config.hidden_size * compute_dtype.itemsize,
+        widened=layer_elements(config) * products.itemsize if stored != products else 0,
         chunk=working_bytes(
             config, cache, layout, budget=budget, prompt_tokens=prompt_tokens, chunk=min(chunk, prompt_tokens)
         ),
@@ -190,11 +191,13 @@ def working_bytes(
     """Bytes of one chunk's attention or of one layer's statistics, whichever is more, and of what lives beside both."""
     item, queries = layout.staging_dtype.itemsize, config.num_heads * config.head_dim
     attention = 2 * chunk * queries * item  # both parts of it, or their mix and its copy by heads
+    if item < FP32:  # queries are turned, and hidden states normed, in fp32
+        attention = max(attention, chunk * max(2 * queries, config.hidden_size) * FP32)
     tables = prompt_tokens * (config.head_dim * FP32 + 8)  # cosines, sines and ids
     tables += workspace_elements(config, chunk) * item
     if budget is None:
         return attention + tables
-    tables += config.num_layers * cache.window * queries * item  # the queries that vote
+    tables += config.num_layers * cache.window * queries * FP32  # the queries that vote
     if prompt_tokens <= budget:
         return attention + tables
     window, group = min(cache.window, prompt_tokens), config.num_heads // config.num_kv_heads

@@ -80,7 +80,7 @@ class Runner:
             config.num_kv_heads,
             config.head_dim,
             kv_dtype or precision.kv_dtype(cache, decoder.dtype, decoder.compute_dtype),
-            decoder.compute_dtype,
+            decoder.product_dtype,
         )
         # rows of the head below `valid_ids` that no token has: like the padding behind them, never to be chosen
         self.unused = torch.tensor(unused_ids, device=decoder.device) if unused_ids else None

@@ -30,7 +30,7 @@ class QueryRing:
         count = min(self.window, queries.shape[1])
         start = first_position + queries.shape[1] - count
         slots = torch.arange(start, start + count, device=queries.device) % self.window
-        self._ring[layer, slots] = queries[:, -count:].transpose(0, 1)
+        self._ring[layer, slots] = queries[:, -count:].transpose(0, 1).to(self._ring.dtype)
 
     def read(self, layer: int, total: int) -> tuple[Tensor, Tensor]:
         """The queries of the last `min(window, total)` positions, `[heads, r, head_dim]`, and those positions `[r]`."""

@@ -58,8 +58,9 @@ class Layer:
 class Decoder:
     """A model's weights and the arithmetic on them. Hidden states are [tokens, hidden_size] in `compute_dtype`.
 
-    Weights stay in the dtype they are stored in, mixed ones as they are. A layer is used through `widened`, which is
-    the stored layer where its dtype is the compute dtype and a copy in one reused buffer otherwise. A tied head is
+    Weights stay in the dtype they are stored in, mixed ones as they are. A layer is used through `widened`, or through
+    `for_products` where many tokens meet it at once: the stored layer where its dtype is the one that is wanted, and a
+    copy in one reused buffer otherwise. `product_dtype` can be set. A tied head is
     given as `lm_head=embed_tokens`, and `norm` is the final norm. Norms are computed in fp32 and rounded once.
     Nothing here mutates a weight, and every method works inside and outside `torch.inference_mode`. With a workspace
     `work` what a method returns lies in it, until the next method is called; without one it is a tensor of its own.
@@ -82,14 +83,9 @@ class Decoder:
         self.lm_head = lm_head  # [vocab_size, hidden_size]
         self.compute_dtype = compute_dtype
         self.scale = config.head_dim**-0.5
-        to_widen = [
-            sum(tensor.numel() for _, tensor in layer.named_tensors() if tensor.dtype != compute_dtype)
-            for layer in self.layers
-        ]
-        self._ready = tuple(numel == 0 for numel in to_widen)  # layers that are used as they are stored
-        self._buffer_numel = max(to_widen)
-        self._buffer: Tensor | None = None
-        self._in_buffer: tuple[int, Layer] | None = None
+        self.product_dtype = product_dtype(self.dtype, self.device)
+        self._buffer: Tensor | None = None  # bytes of one layer's converted matrices
+        self._in_buffer: tuple[int, torch.dtype, Layer] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -110,8 +106,8 @@ class Decoder:
 
     @property
     def buffer_nbytes(self) -> int:
-        """Bytes the widening buffer takes once it is in use: the largest layer's share that needs widening."""
-        return self._buffer_numel * self.compute_dtype.itemsize
+        """Bytes that the largest layer takes in the buffer of `widened` once it is in use."""
+        return max(self._converted_bytes(layer, self.compute_dtype, norms=True) for layer in self.layers)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Embeddings [n, hidden_size] of token ids, int64 [n]; the scale is rounded to the compute dtype first, as
@@ -123,26 +119,48 @@ class Decoder:
 
     def widened(self, index: int) -> Layer:
         """Layer `index` in the compute dtype: itself, or a copy that is valid until another layer is asked for."""
+        return self._converted(index, self.compute_dtype, norms=True)
+
+    def for_products(self, index: int) -> Layer:
+        """Layer `index` for the products of many tokens: its matrices in `product_dtype`, norms as they are stored.
+
+        Itself, or a copy that is valid until another layer is asked for.
+        """
+        if self.product_dtype == self.compute_dtype:
+            return self.widened(index)
+        return self._converted(index, self.product_dtype, norms=False)
+
+    def _converted(self, index: int, dtype: torch.dtype, *, norms: bool) -> Layer:
         stored = self.layers[index]
-        if self._ready[index]:
+        needed = self._converted_bytes(stored, dtype, norms=norms)
+        if not needed:
             return stored
-        if self._in_buffer is not None and self._in_buffer[0] == index:
-            return self._in_buffer[1]
-        if self._buffer is None:
-            with torch.inference_mode(False):  # an inference tensor could not be written to outside that mode
-                self._buffer = torch.empty(self._buffer_numel, dtype=self.compute_dtype, device=self.device)
+        if self._in_buffer is not None and self._in_buffer[:2] == (index, dtype):
+            return self._in_buffer[2]
         self._in_buffer = None
+        if self._buffer is None or self._buffer.numel() < needed:
+            self._buffer = None
+            size = max(self._converted_bytes(layer, dtype, norms=norms) for layer in self.layers)
+            with torch.inference_mode(False):  # an inference tensor could not be written to outside that mode
+                self._buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+        room = self._buffer[: self._buffer.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         offset = 0
         wide: dict[str, Any] = {}
         for name, tensor in stored.named_tensors():
-            if tensor.dtype != self.compute_dtype:
-                place = self._buffer[offset : offset + tensor.numel()].view(tensor.shape)
+            if tensor.dtype != dtype and (norms or not name.endswith("norm")):
+                place = room[offset : offset + tensor.numel()].view(tensor.shape)
                 offset += tensor.numel()
                 tensor = widen_into(place, tensor)
             wide[name] = tensor
         layer = Layer(**wide)
-        self._in_buffer = (index, layer)
+        self._in_buffer = (index, dtype, layer)
         return layer
+
+    @staticmethod
+    def _converted_bytes(layer: Layer, dtype: torch.dtype, *, norms: bool) -> int:
+        """Bytes of what has to be converted to have a layer in `dtype`."""
+        found = (t for name, t in layer.named_tensors() if t.dtype != dtype and (norms or not name.endswith("norm")))
+        return sum(tensor.numel() for tensor in found) * dtype.itemsize
 
     def release_buffer(self) -> None:
         """Free the widening buffer; the next `widened` allocates it again."""
@@ -150,11 +168,13 @@ class Decoder:
 
     def attention_norm(self, layer: Layer, hidden: Tensor, work: Workspace | None = None) -> Tensor:
         """The input of attention, [n, hidden_size]; in a workspace it stays until `attention_output`."""
-        return self._rms_norm(hidden, layer.input_layernorm, work.normed(hidden.shape[0]) if work else None)
+        place = work.normed(hidden.shape[0]) if work else None
+        return self._rms_norm(hidden, layer.input_layernorm, place, layer.q_proj.dtype)
 
     def mlp_norm(self, layer: Layer, hidden: Tensor, work: Workspace | None = None) -> Tensor:
         """The input of the MLP, [n, hidden_size]."""
-        return self._rms_norm(hidden, layer.post_attention_layernorm, work.normed(hidden.shape[0]) if work else None)
+        place = work.normed(hidden.shape[0]) if work else None
+        return self._rms_norm(hidden, layer.post_attention_layernorm, place, layer.q_proj.dtype)
 
     def queries(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, work: Workspace | None = None) -> Tensor:
         """Rotated queries, contiguous [num_heads, n, head_dim], of normed hidden states `x` [n, hidden_size].
@@ -192,7 +212,8 @@ class Decoder:
         """Output projection, [n, hidden_size], of the heads' results [num_heads, n, head_dim]."""
         heads, n, head_dim = attention.shape
         if work is None:
-            return F.linear(attention.transpose(0, 1).flatten(1), layer.o_proj, layer.o_bias)
+            flat = attention.transpose(0, 1).flatten(1).to(layer.o_proj.dtype)
+            return F.linear(flat, layer.o_proj, layer.o_bias)
         flat = work.left(n, heads * head_dim)
         flat.view(n, heads, head_dim).copy_(attention.transpose(0, 1))
         return _linear(flat, layer.o_proj, layer.o_bias, work.normed(n))
@@ -230,8 +251,10 @@ class Decoder:
             heads = self._rms_norm(heads, norm, heads)
         return heads.transpose(0, 1)
 
-    def _rms_norm(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """x / rms(x) * (norm_offset + weight) over the last dimension, in fp32, rounded to the compute dtype.
+    def _rms_norm(
+        self, x: Tensor, weight: Tensor, out: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """x / rms(x) * (norm_offset + weight) over the last dimension, in fp32, rounded to `dtype` (the compute dtype).
 
         Written to `out` where given, which may be `x` itself.
         """
@@ -243,7 +266,7 @@ class Decoder:
             scale = scale + self.config.norm_offset
         place = out if out is not None and out.dtype == torch.float32 else None
         normed = torch.mul(wide, square.add_(self.config.rms_norm_eps).rsqrt_(), out=place).mul_(scale)
-        return normed.to(self.compute_dtype) if out is None or place is not None else out.copy_(normed)
+        return normed.to(dtype or self.compute_dtype) if out is None or place is not None else out.copy_(normed)
 
     def _activate_(self, gate: Tensor) -> None:
         if self.config.hidden_act == "silu":
@@ -263,3 +286,13 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) 
 def _shape(x: Tensor, weight: Tensor) -> tuple[int, int]:
     """The shape of x @ weight^T."""
     return x.shape[0], weight.shape[0]
+
+
+def product_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
+    """In what a prefill multiplies: as stored on a GPU, in fp32 on a CPU, but in bf16 where the CPU has matrix
+    instructions for it (AMX) and the weights carry no more. Hidden states, norms and rotation stay in fp32 there."""
+    if device.type != "cpu":
+        return stored
+    narrow = stored in (torch.bfloat16, torch.int8, torch.uint8)
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    return torch.bfloat16 if narrow and torch.backends.mkldnn.enabled and has_amx() else torch.float32

@@ -91,6 +91,12 @@ def _checkpoint_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Te
     return tensors
 
 
+@pytest.fixture(autouse=True)
+def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill multiplies in fp32 whatever the CPU, so that tests say the same everywhere."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False, raising=False)
+
+
 @pytest.fixture
 def write_checkpoint() -> Callable[..., Path]:
     """A function that writes a tiny random model (config.json and safetensors) and returns its folder.
