@@ -57,11 +57,12 @@ def test_stored_bf16_layers_are_used_as_they_are_and_int8_ones_are_widened_to_bf
     decoder = load_decoder(folder, read_config(folder))
     assert decoder.for_products(1) is decoder.layers[1]
     packed = as_quantised(decoder, "int8")
+    wide = {name: tensor.bfloat16() for name, tensor in packed.widened(1).named_tensors()}
     layer = packed.for_products(1)
-    assert layer.down_proj.dtype == torch.bfloat16
     assert layer.input_layernorm is packed.layers[1].input_layernorm
-    assert torch.equal(layer.down_proj, packed.widened(1).down_proj.bfloat16())
-    assert torch.equal(packed.for_products(1).q_proj, packed.widened(1).q_proj.bfloat16()), "the buffer is shared"
+    for name in ("q_proj", "o_proj", "down_proj"):
+        assert torch.equal(getattr(layer, name), wide[name])
+    assert torch.equal(packed.widened(1).q_proj.bfloat16(), wide["q_proj"]), "one buffer serves both"
 
 
 def test_fp32_weights_are_multiplied_in_fp32(with_amx, tmp_path, write_checkpoint):
