@@ -288,11 +288,12 @@ class Engine:
                 raise PromptError(f"token id {wrong[0]} is outside the model's vocabulary of {self.config.vocab_size}")
         elif messages is not None:
             for message in messages:
-                if isinstance(content := message.get("content"), str):
+                if isinstance(message, dict) and isinstance(content := message.get("content"), str):
                     check_text(content, f"the {message.get('role', 'chat')} message")
             result = self.chat_template().encode(messages)
         else:
-            assert prompt is not None
+            if not isinstance(prompt, str):
+                raise PromptError(f"a prompt is a text (or, for generate, a list of texts), not {prompt!r}")
             check_text(prompt, "the prompt")
             result = self.text_tokenizer().encode(prompt)
         if not result:

@@ -293,6 +293,8 @@ def test_an_empty_prompt_runs_where_there_is_a_bos_and_is_refused_elsewhere(mode
         ({"prompt": "bad \ud800"}, PromptError, "not valid UTF-8"),
         ({"messages": [{"role": "user", "content": "bad \ud800"}]}, PromptError, "the user message"),
         ({"messages": [{"role": "robot", "content": "x"}]}, PromptError, "robot"),
+        ({"messages": ["hello"]}, PromptError, "message 1 is not a mapping"),
+        ({"prompt": 5}, PromptError, "a prompt is a text"),
         ({"prompt": "x", "ids": [5]}, OptionError, "exactly one"),
         ({}, OptionError, "exactly one"),
         ({"prompt": "x", "top_q": 3}, OptionError, "unknown option 'top_q'"),
@@ -379,7 +381,8 @@ def test_a_closed_engine_says_so(model_folder):
 
 @pytest.mark.parametrize("key", ["torch_dtype", "dtype", None])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_every_checkpoint_dtype_runs_on_a_cpu_and_says_what_it_does(model_folder, caplog, dtype, key):
+def test_every_checkpoint_dtype_runs_on_a_cpu_and_says_what_it_does(model_folder, caplog, monkeypatch, dtype, key):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False, raising=False)
     caplog.set_level(logging.INFO, logger="cake_infer")
     folder = model_folder(dtype=getattr(torch, dtype), torch_dtype=...)
     if key is not None:
@@ -426,6 +429,17 @@ def test_kv_memory_holds_the_whole_arena_and_is_used(model_folder):
         engine.score([10] * 3000)
     assert engine.runner.tenancy.arena.nbytes <= limit
     assert engine.generate(ids=[10] * 600, max_new_tokens=20).stats.kept_tokens < 600
+
+
+def test_an_arena_that_grows_is_reported_but_not_the_first_one(model_folder, caplog):
+    engine = load(model_folder())
+    caplog.set_level(logging.INFO, logger="cake_infer")
+    for tokens in (100, 50):
+        engine.generate(ids=[10] * tokens, max_new_tokens=1)
+    assert "grows" not in caplog.text
+    before = engine.runner.tenancy.arena.nbytes
+    engine.generate(ids=[10] * 300, max_new_tokens=1)
+    assert f"grows from {before:,} to {engine.runner.tenancy.arena.nbytes:,} bytes" in caplog.text
 
 
 @pytest.mark.parametrize(("budget", "kept"), [("50%", 50), ("7%", 8), (24, 24), ("200%", 100), (10_000, 100)])
