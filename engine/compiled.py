@@ -111,7 +111,7 @@ class CompiledStep:
         self._qkv = floats((config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
         self._joined = floats(2, config.num_kv_heads, group)
         self._middle = floats(2, max(config.hidden_size, config.intermediate_size))
-        self._out = torch.zeros(config.vocab_size, dtype=torch.float32)
+        self._out = floats(config.vocab_size)
         self._ring = floats(0, 0, 0, 0)
         self._unlimited = np.full((config.num_layers, config.num_kv_heads), NO_LIMIT, dtype=np.int64)
 
@@ -194,14 +194,14 @@ class CompiledStep:
             self._parts,
             self._joined,
             self._middle,
-            self._out.numpy(),
+            self._out,
             self._weights,
         )
         if kind not in self._compiled:
             self._compile(kind, arguments)
         self._team.run(self._step.decode_step, *arguments)
         sequence.ids.append(token)
-        return self._out.clone()
+        return torch.from_numpy(self._out.copy())
 
 
 def _address(matrix: Matrix) -> tuple[int, int]:

@@ -174,6 +174,13 @@ def choose(
     valid: int | None = None,
 ) -> int:
     """`sample`, waited for. Raises CakeError if the model's logits are not numbers."""
+    if config.greedy and not config.penalises and logits.device.type == "cpu":
+        # numpy, in this thread: torch would wake its own threads, which then spin beside those of the next step
+        row = logits.numpy()[:valid]
+        token = int(row.argmax())  # the first NaN, if there is one
+        if not math.isfinite(row[token]):
+            raise CakeError(not_finite_message(step))
+        return token
     token = int(sample(logits, config, history, seed, step, valid=valid))
     if token == NOT_FINITE:
         raise CakeError(not_finite_message(step))
