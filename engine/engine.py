@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from operator import index
 from pathlib import Path
 from typing import Any, overload
 
@@ -24,6 +23,7 @@ from ..models.tokenizer import Tokenizer
 from ..models.weights import load_decoder, random_decoder
 from .available import available_memory
 from .chat import Chat
+from .encoding import prompt_ids
 from .generation import GenerationConfig, resolve_generation
 from .loading import (
     cache_config,
@@ -43,7 +43,6 @@ from .results import Piece, Result, collect
 from .runner import Runner, room_for_reply
 from .sequence import Sequence as TextSequence
 from .stepper import STEPS
-from .text import check_text
 
 log = logging.getLogger(__name__)
 
@@ -276,29 +275,7 @@ class Engine:
         ids: Sequence[int] | None = None,
     ) -> list[int]:
         """The ids that `stream` would read. Raises PromptError for an empty, undecodable or ill-formed prompt."""
-        if sum(given is not None for given in (prompt, messages, ids)) != 1:
-            raise OptionError("give exactly one of a prompt text, messages and ids")
-        if ids is not None:
-            try:
-                result = [index(token) for token in ids]
-            except TypeError as error:
-                raise PromptError(f"token ids are whole numbers: {error}") from None
-            wrong = [token for token in result if not 0 <= token < self.config.vocab_size]
-            if wrong:
-                raise PromptError(f"token id {wrong[0]} is outside the model's vocabulary of {self.config.vocab_size}")
-        elif messages is not None:
-            for message in messages:
-                if isinstance(message, dict) and isinstance(content := message.get("content"), str):
-                    check_text(content, f"the {message.get('role', 'chat')} message")
-            result = self.chat_template().encode(messages)
-        else:
-            if not isinstance(prompt, str):
-                raise PromptError(f"a prompt is a text (or, for generate, a list of texts), not {prompt!r}")
-            check_text(prompt, "the prompt")
-            result = self.text_tokenizer().encode(prompt)
-        if not result:
-            raise PromptError("the prompt is empty: there is no token to read")
-        return result
+        return prompt_ids(self, prompt, messages, ids)
 
     def text_tokenizer(self) -> Tokenizer:
         """The tokenizer; raises TokenizerError if the model came without one."""

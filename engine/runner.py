@@ -198,10 +198,11 @@ class Runner:
         for index in range(limit):
             started = time.perf_counter()
             logits = self._without_unused(logits)
-            token = choose(logits, generation, history, generation.seed or 0, index, valid=self.valid_ids)
             logprobs = None
-            if generation.logprobs is not None:
-                logprobs = log_probabilities(logits, token, generation.logprobs, valid=self.valid_ids)
+            with one_thread():
+                token = choose(logits, generation, history, generation.seed or 0, index, valid=self.valid_ids)
+                if generation.logprobs is not None:
+                    logprobs = log_probabilities(logits, token, generation.logprobs, valid=self.valid_ids)
             reason = "stop" if token in stop_ids else "length" if index == limit - 1 else None
             timing.decode_s += time.perf_counter() - started
             if reason == "stop":
@@ -291,3 +292,15 @@ def room_for_reply(total: int, new_tokens: int, context: int) -> int:
             "shorten the prompt, or stretch the context with --rope-scaling KIND:FACTOR"
         )
     return min(new_tokens, context - total)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """torch works in the calling thread alone: a row of logits needs no other, and torch's would spin on for a while
+    beside the threads of the next step."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
