@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 
 MODEL ?= smollm2-135m
 DOC ?= examples/harbour.md
-QUESTION ?= What is this document about?
+QUESTION ?= Which VHF channel does the harbour office keep watch on?
 BUDGET ?= 512
 export QUESTION
 
