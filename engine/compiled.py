@@ -67,6 +67,9 @@ class CompiledStep:
             ],
             dtype=np.int64,
         )
+        whole = config.head_dim % 16 == 0
+        self._lanes = (0,) * (config.head_dim // 16 if whole else 0)
+        self._group = (0,) * (config.num_heads // config.num_kv_heads)
         self._constants = np.array([config.rms_norm_eps, decoder.scale, config.embedding_scale], dtype=np.float32)
         self._sliding = np.array([window or 0 for window in config.sliding_windows], dtype=np.int64)
         self._small_tensors()
@@ -160,7 +163,7 @@ class CompiledStep:
         cos, sin = self._cos_sin(sequence, position)
         ring = sequence.ring.as_numpy() if sequence.ring is not None else self._ring
         keys, values = _as_stored(arena.keys), _as_stored(arena.values)
-        kind = f"{self._weights.dtype.name}-{keys.dtype.name}"
+        kind = f"{self._weights.dtype.name}-{keys.dtype.name}-{len(self._lanes)}-{len(self._group)}"
         arguments = (
             token,
             position,
@@ -196,6 +199,8 @@ class CompiledStep:
             self._middle,
             self._out,
             self._weights,
+            self._lanes,
+            self._group,
         )
         if kind not in self._compiled:
             self._compile(kind, arguments)

@@ -118,7 +118,7 @@ CACHE_FLAGS = {
     "tau2": Flag("CAKE: temperature of a layer's shift; default by model and budget", number, "X"),
     "gamma": Flag("CAKE: weight of the variance in a token's score", number, "X"),
     "kv_dtype": Flag(
-        "number format of the kept keys and values; default bfloat16 for bfloat16 and int8 weights", choices=DTYPES
+        "number format of the kept keys and values; default bfloat16 for bfloat16 and quantised weights", choices=DTYPES
     ),
 }
 

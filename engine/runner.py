@@ -85,6 +85,8 @@ class Runner:
         # rows of the head below `valid_ids` that no token has: like the padding behind them, never to be chosen
         self.unused = torch.tensor(unused_ids, device=decoder.device) if unused_ids else None
         self._wanted_step, self._threads = step, threads
+        # what torch is set to for a prefill; a thread that looks while another one samples would see 1
+        self._cpu_threads = torch.get_num_threads() if decoder.device.type == "cpu" else None
         self.model = PolicyModel(config.model_type, config.num_layers, config.hidden_size, config.vocab_size)
         self.tenancy = Tenancy(self.layout, decoder.device, hold=self.hold, kv_memory=cache.kv_memory)
         self._lock = threading.RLock()  # steps of concurrent callers queue, each on its own sequence
@@ -147,6 +149,19 @@ class Runner:
         return logits if self.unused is None else logits.index_fill(-1, self.unused, float("-inf"))
 
     @contextmanager
+    def _one_thread(self) -> Iterator[None]:
+        """torch works in the calling thread alone: a row of logits needs no other, and torch's would spin on for a while
+        beside the threads of the next step. `feed` asks for all of them again."""
+        if self._cpu_threads is None:
+            yield
+            return
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(self._cpu_threads)
+
+    @contextmanager
     def _whole(self, sequence: Sequence) -> Iterator[None]:
         """Mark the sequence as spoilt if what runs inside does not come to its end."""
         assert not sequence.spoilt, "a spoilt sequence was continued"
@@ -199,7 +214,7 @@ class Runner:
             started = time.perf_counter()
             logits = self._without_unused(logits)
             logprobs = None
-            with one_thread():
+            with self._one_thread():
                 token = choose(logits, generation, history, generation.seed or 0, index, valid=self.valid_ids)
                 if generation.logprobs is not None:
                     logprobs = log_probabilities(logits, token, generation.logprobs, valid=self.valid_ids)
@@ -223,6 +238,8 @@ class Runner:
     @torch.inference_mode()
     def feed(self, sequence: Sequence, ids: list[int], new_tokens: int, *, on_chunk: OnChunk | None = None) -> Tensor:
         """Read a piece and make room for a reply. Returns the next token's logits fp32 `[vocab]`. See `prepare`."""
+        if self._cpu_threads is not None:
+            torch.set_num_threads(self._cpu_threads)
         policy = self.policy(sequence.budget)
         hidden = prefill.read(
             self.decoder,
@@ -292,15 +309,3 @@ def room_for_reply(total: int, new_tokens: int, context: int) -> int:
             "shorten the prompt, or stretch the context with --rope-scaling KIND:FACTOR"
         )
     return min(new_tokens, context - total)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """torch works in the calling thread alone: a row of logits needs no other, and torch's would spin on for a while
-    beside the threads of the next step."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from .arithmetic import FASTMATH, exp32, widen
+from .arithmetic import FASTMATH, ask_for, exp32
+from .rows import key_products, weighted_values
 
 NEVER = np.float32(-np.inf)
 SHORT_PIECE, LONG_PIECE = 64, 256
@@ -43,62 +44,33 @@ def attend_piece(
     top: Any,  # fp32 [group], written: largest logit (-inf if nothing is seen), sum of exponentials, weighted values
     total: Any,
     output: Any,  # fp32 [group, head_dim]
+    lanes: Any,  # tuples whose lengths are head_dim / 16 (or 0) and the group: see rows.py
+    heads: Any,
 ) -> None:
     """One KV head, one piece: logits, softmax relative to the piece's largest logit, weighted sum of values."""
     group, dim = queries.shape
-    for column in range(count):
-        row = keys[first + column]
-        for g in range(group):
-            query, dot = queries[g], np.float32(0)
-            for d in range(dim):
-                dot += query[d] * widen(row[d])
-            logits[g, at + column] = dot
+    ask_for(keys[first].ctypes.data, count * dim * keys.itemsize)
+    ask_for(values[first].ctypes.data, count * dim * values.itemsize)
+    key_products(queries, keys, first, count, logits, at, lanes, heads)
     if oldest >= 0:
         for column in range(count):
             if position[first + column] <= oldest:
                 for g in range(group):
                     logits[g, at + column] = NEVER
-    weight = np.empty(count, np.float32)
+    weights = np.empty((group, count), np.float32)
     for g in range(group):
-        line = logits[g, at : at + count]
+        line, weight = logits[g, at : at + count], weights[g]
         best = NEVER
         for column in range(count):
             best = max(best, line[column])
-        top[g], total[g] = best, np.float32(0)
-        for d in range(dim):
-            output[g, d] = np.float32(0)
-        if best == NEVER:
-            continue
+        base = np.float32(0) if best == NEVER else best  # -inf - -inf is not a number; -inf - 0 weighs nothing
         mass = np.float32(0)
         for column in range(count):
-            weight[column] = exp32(line[column] - best)
+            weight[column] = exp32(line[column] - base)
         for column in range(count):
             mass += weight[column]
-        total[g] = mass
-        weighted_values(weight, values, first, count, output[g])
-
-
-@njit(fastmath=FASTMATH, error_model="numpy")
-def weighted_values(weight: Any, value: Any, first: int, count: int, out: Any) -> None:
-    """`out += sum_c weight[c] * value[first + c]`, four columns at a time."""
-    dim = out.shape[0]
-    column = 0
-    while column + 4 <= count:
-        v0, v1, v2, v3 = (
-            value[first + column],
-            value[first + column + 1],
-            value[first + column + 2],
-            value[first + column + 3],
-        )
-        p0, p1, p2, p3 = weight[column], weight[column + 1], weight[column + 2], weight[column + 3]
-        for d in range(dim):
-            out[d] += p0 * widen(v0[d]) + p1 * widen(v1[d]) + p2 * widen(v2[d]) + p3 * widen(v3[d])
-        column += 4
-    while column < count:
-        v0, p0 = value[first + column], weight[column]
-        for d in range(dim):
-            out[d] += p0 * widen(v0[d])
-        column += 1
+        top[g], total[g] = best, mass
+    weighted_values(weights, values, first, count, output, lanes, heads)
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")

@@ -15,10 +15,9 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .arithmetic import FASTMATH, prefetch
+from .arithmetic import FASTMATH, ask_for
 
 GROUP = 32
-LINE = 64
 AHEAD = 2048
 
 
@@ -102,8 +101,6 @@ def int4_rows(address: int, factors: int, begin: int, end: int, x: Any, out: Any
         sums[group] = total
     for row in range(begin, end):
         data, pairs = address + row * groups * 16, factors + row * groups * 4
-        for line in range(data + AHEAD, data + AHEAD + groups * 16, LINE):
-            prefetch(line)
-        for line in range(pairs + AHEAD // 4, pairs + AHEAD // 4 + groups * 4, LINE):
-            prefetch(line)
+        ask_for(data + AHEAD, groups * 16)
+        ask_for(pairs + AHEAD // 4, groups * 4)
         out[at + row] = group_products(data, pairs, x.ctypes.data, sums.ctypes.data, groups)

@@ -14,11 +14,10 @@ import numpy as np
 from numba import carray, float32, int8, njit, uint8, uint16
 from numba.extending import overload
 
-from .arithmetic import FASTMATH, pointer, prefetch, widen
+from .arithmetic import FASTMATH, ask_for, pointer, widen
 from .int4 import int4_rows
 
 BLOCK = 4
-LINE = 64  # bytes of a cache line
 AHEAD = 4096  # bytes between what is worked on and what is asked for
 SEGMENT = 2048  # columns between two looks ahead in long rows
 
@@ -30,6 +29,33 @@ def share(count: int, part: int, parts: int) -> tuple[int, int]:
     begin = blocks * part // parts * BLOCK
     end = count if part == parts - 1 else blocks * (part + 1) // parts * BLOCK
     return begin, end
+
+
+def bytes_of(columns: Any, like: Any) -> Any:
+    """Bytes of a row of so many columns."""
+    raise AssertionError("compiled code only")
+
+
+@overload(bytes_of)
+def _bytes_of(columns: Any, like: Any) -> Any:
+    if like.dtype == uint8:
+
+        def packed(columns: Any, like: Any) -> Any:
+            return columns // 2
+
+        return packed
+
+    def stored(columns: Any, like: Any) -> Any:
+        return columns * like.itemsize
+
+    return stored
+
+
+@njit(error_model="numpy")
+def ask_for_part(address: int, rows: int, columns: int, part: int, parts: int, like: Any) -> None:
+    """Ask for the first lines of a thread's part of a matrix that comes next, before it waits for the others."""
+    begin, _ = share(rows, part, parts)
+    ask_for(address + begin * bytes_of(columns, like), AHEAD)
 
 
 def rows_times(address: Any, scales: Any, begin: Any, end: Any, x: Any, out: Any, at: Any, like: Any) -> Any:
@@ -49,6 +75,19 @@ def _rows_times(address: Any, scales: Any, begin: Any, end: Any, x: Any, out: An
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
+def four_products(w0: Any, w1: Any, w2: Any, w3: Any, x: Any) -> Any:
+    """Four rows times one vector (a loop over a part of an array is not vectorised: its index might be negative)."""
+    s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+    for i in range(x.shape[0]):
+        v = x[i]
+        s0 += v * widen(w0[i])
+        s1 += v * widen(w1[i])
+        s2 += v * widen(w2[i])
+        s3 += v * widen(w3[i])
+    return s0, s1, s2, s3
+
+
+@njit(fastmath=FASTMATH, error_model="numpy")
 def stored_rows(address: int, begin: int, end: int, x: Any, out: Any, at: int, like: Any) -> None:
     """The numbers as they are stored, widened in registers.
 
@@ -62,23 +101,20 @@ def stored_rows(address: int, begin: int, end: int, x: Any, out: Any, at: int, l
     while row + BLOCK <= end:
         start = address + row * row_bytes
         if not long_rows:
-            for line in range(start + AHEAD, start + AHEAD + BLOCK * row_bytes, LINE):
-                prefetch(line)
+            ask_for(start + AHEAD, BLOCK * row_bytes)
         w0, w1, w2, w3 = matrix[row], matrix[row + 1], matrix[row + 2], matrix[row + 3]
         s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-        for first in range(0, columns, SEGMENT):
-            last = min(first + SEGMENT, columns)
-            if long_rows:
+        if long_rows:
+            for first in range(0, columns, SEGMENT):
+                last = min(first + SEGMENT, columns)
                 for r in range(BLOCK):
-                    ahead = start + r * row_bytes + last * like.itemsize
-                    for line in range(ahead, ahead + SEGMENT * like.itemsize, LINE):
-                        prefetch(line)
-            for i in range(first, last):
-                v = x[i]
-                s0 += v * widen(w0[i])
-                s1 += v * widen(w1[i])
-                s2 += v * widen(w2[i])
-                s3 += v * widen(w3[i])
+                    ask_for(start + r * row_bytes + last * like.itemsize, SEGMENT * like.itemsize)
+                d0, d1, d2, d3 = four_products(
+                    w0[first:last], w1[first:last], w2[first:last], w3[first:last], x[first:last]
+                )
+                s0, s1, s2, s3 = s0 + d0, s1 + d1, s2 + d2, s3 + d3
+        else:
+            s0, s1, s2, s3 = four_products(w0, w1, w2, w3, x)
         out[at + row], out[at + row + 1], out[at + row + 2], out[at + row + 3] = s0, s1, s2, s3
         row += BLOCK
     while row < end:

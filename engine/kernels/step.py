@@ -13,10 +13,10 @@ import numpy as np
 from numba import carray, njit, uint8
 from numba.extending import overload
 
-from .arithmetic import FASTMATH, activate, narrow, pointer, widen
+from .arithmetic import FASTMATH, activate_and_gate, narrow, pointer, widen
 from .attention import attend_piece, combine, least_attended, piece_columns, pieces_of
 from .int4 import GROUP
-from .matvec import rows_times, share
+from .matvec import ask_for_part, rows_times, share
 from .team import meet
 
 # the order of a layer's matrices in the table of addresses
@@ -180,6 +180,8 @@ def decode_step(
     middle: Any,  # fp32 [2, max(hidden, intermediate)]
     out: Any,  # fp32 [vocab]
     like_weight: Any,
+    lanes: Any,  # tuples whose lengths are head_dim / 16 (or 0) and the query heads of a KV head
+    group_like: Any,
 ) -> None:
     """Feed one token: writes its keys and values behind every row, counts rows up (or lets a slot go), fills `out`.
 
@@ -193,6 +195,8 @@ def decode_step(
     met = 0
     if thread == 0:
         embed_row(token, ends[0, 0], ends[0, 1], constants[2], hidden, like_weight)
+    if layers:
+        ask_for_part(matrices[0, Q, 0], q_rows, width, thread, threads, like_weight)
     met += 1
     meet(counter, met, threads)
     for layer in range(layers):
@@ -200,6 +204,8 @@ def decode_step(
         for head in range(kv_heads):
             tasks += pieces_of(length[layer, head] + 1)
         x = local[thread, :width]
+        ask_for_part(matrices[layer, K, 0], kv_rows, width, thread, threads, like_weight)
+        ask_for_part(matrices[layer, V, 0], kv_rows, width, thread, threads, like_weight)
         normed_into(hidden, norms[layer, 0], eps, x)
         begin, end = share(q_rows, thread, threads)
         rows_times(matrices[layer, Q, 0], matrices[layer, Q, 1], begin, end, x, qkv, 0, like_weight)
@@ -248,7 +254,10 @@ def decode_step(
                 top[head, piece],
                 total[head, piece],
                 parts[head, piece],
+                lanes,
+                group_like,
             )
+        ask_for_part(matrices[layer, OUT, 0], width, q_rows, thread, threads, like_weight)
         met += 1
         meet(counter, met, threads)
         x = local[thread, :q_rows]
@@ -267,11 +276,13 @@ def decode_step(
         add_bias(update, o_bias[layer], begin, end, 0)
         for row in range(begin, end):
             hidden[row] += update[row]
+        ask_for_part(matrices[layer, GATE, 0], intermediate, width, thread, threads, like_weight)
         met += 1
         meet(counter, met, threads)
         for head in range(thread, kv_heads, threads):
             make_room(layer, head, place - window, offset, length, limit, keys, values, position, logits, joined)
         x = local[thread, :width]
+        ask_for_part(matrices[layer, UP, 0], intermediate, width, thread, threads, like_weight)
         normed_into(hidden, norms[layer, 1], eps, x)
         begin, end = share(intermediate, thread, threads)
         gate, up = middle[0], middle[1]
@@ -279,8 +290,8 @@ def decode_step(
         rows_times(matrices[layer, UP, 0], matrices[layer, UP, 1], begin, end, x, up, 0, like_weight)
         add_bias(gate, mlp_bias[layer], begin, end, 0)
         add_bias(up, mlp_bias[layer, intermediate:], begin, end, 0)
-        for row in range(begin, end):
-            gate[row] = activate(gate[row], kind) * up[row]
+        activate_and_gate(gate[begin:end], up[begin:end], kind)
+        ask_for_part(matrices[layer, DOWN, 0], width, intermediate, thread, threads, like_weight)
         met += 1
         meet(counter, met, threads)
         begin, end = share(width, thread, threads)
@@ -298,6 +309,10 @@ def decode_step(
         add_bias(x, mlp_bias[layer, 2 * intermediate :], begin, end, 0)
         for row in range(begin, end):
             hidden[row] += x[row]
+        if layer + 1 < layers:
+            ask_for_part(matrices[layer + 1, Q, 0], q_rows, width, thread, threads, like_weight)
+        else:
+            ask_for_part(ends[1, 0], vocab, width, thread, threads, like_weight)
         met += 1
         meet(counter, met, threads)
     x = local[thread, :width]
