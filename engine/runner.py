@@ -150,8 +150,8 @@ class Runner:
 
     @contextmanager
     def _one_thread(self) -> Iterator[None]:
-        """torch works in the calling thread alone: a row of logits needs no other, and torch's would spin on for a while
-        beside the threads of the next step. `feed` asks for all of them again."""
+        """torch works in the calling thread alone: a row of logits needs no other, and torch's would spin on beside
+        those of the next step. `feed` asks for all of them again."""
         if self._cpu_threads is None:
             yield
             return

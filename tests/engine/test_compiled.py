@@ -25,6 +25,14 @@ FAMILIES = {
     "llama": {},
     "llama with every bias": {"attention_bias": True, "mlp_bias": True},
     "llama, untied, odd sizes": {"hidden_size": 36, "intermediate_size": 50, "vocab_size": 317, "head_dim": 10},
+    "llama, heads of whole vectors": {"head_dim": 32, "num_attention_heads": 6, "hidden_size": 64},
+    "mistral, sliding, whole vectors": {
+        "model_type": "mistral",
+        "sliding_window": 24,
+        "head_dim": 32,
+        "num_attention_heads": 6,
+        "hidden_size": 64,
+    },
     "llama without groups": {"num_key_value_heads": 4},
     "llama with groups of 5": {"num_attention_heads": 5, "num_key_value_heads": 1},
     "llama, long context": {
@@ -121,7 +129,7 @@ def test_rows_at_the_borders_of_pieces_agree_with_torch(tiny, random_ids, prompt
 
 @pytest.mark.parametrize("weights", ["bfloat16", "int8", "int4"])
 def test_narrow_weights_and_rows_agree_with_torch(tiny, random_ids, weights):
-    decoder = tiny(dtype=torch.bfloat16)
+    decoder = tiny(dtype=torch.bfloat16, head_dim=32, num_attention_heads=6, hidden_size=64)
     if weights != "bfloat16":
         decoder = as_quantised(decoder, weights)
     ids, new = random_ids(PROMPT), random_ids(STEPS, seed=1)
