@@ -18,7 +18,7 @@ from ...models.embedded import cache_home
 
 log = logging.getLogger(__name__)
 
-SOURCES = ("arithmetic", "matvec", "attention", "int4", "rows", "team", "step")
+SOURCES = ("arithmetic", "matvec", "attention", "int4", "rows", "team", "vectors", "step")
 
 
 def load_step() -> ModuleType:

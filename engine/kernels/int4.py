@@ -16,6 +16,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .arithmetic import FASTMATH, ask_for
+from .vectors import Vectors
 
 GROUP = 32
 AHEAD = 2048
@@ -50,6 +51,7 @@ def group_products(typingctx: Any, data: Any, factors: Any, vector: Any, sums: A
         def fused(a: Any, b: Any, c: Any) -> Any:
             return builder.call(multiply_add, [a, b, c])
 
+        make = Vectors(builder)
         base, pairs, x, totals, count = args
         total = cgutils.alloca_once(builder, reals16)
         builder.store(ir.Constant(reals16, None), total)
@@ -57,6 +59,8 @@ def group_products(typingctx: Any, data: Any, factors: Any, vector: Any, sums: A
         builder.store(ir.Constant(real, 0.0), lows)
         with cgutils.for_range(builder, count) as loop:
             index = loop.index
+            # one at a time, between the products: a burst would fill the buffers for outstanding lines and stall
+            make.ask(base, builder.add(builder.shl(index, ir.Constant(index.type, 4)), make.constant(AHEAD)))
             packed = builder.load(
                 at(builder.add(base, builder.shl(index, ir.Constant(index.type, 4))), bytes16), align=1
             )
@@ -101,6 +105,5 @@ def int4_rows(address: int, factors: int, begin: int, end: int, x: Any, out: Any
         sums[group] = total
     for row in range(begin, end):
         data, pairs = address + row * groups * 16, factors + row * groups * 4
-        ask_for(data + AHEAD, groups * 16)
         ask_for(pairs + AHEAD // 4, groups * 4)
         out[at + row] = group_products(data, pairs, x.ctypes.data, sums.ctypes.data, groups)

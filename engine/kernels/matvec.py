@@ -11,15 +11,18 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, float32, int8, njit, uint8, uint16
-from numba.extending import overload
+from llvmlite import ir
+from numba import carray, float32, int8, njit, types, uint8, uint16
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
 
-from .arithmetic import FASTMATH, ask_for, pointer, widen
+from .arithmetic import FASTMATH, LINE, ask_for, pointer, widen
 from .int4 import int4_rows
+from .vectors import REAL, REALS, WIDTH, Vectors
 
 BLOCK = 4
 AHEAD = 4096  # bytes between what is worked on and what is asked for
-SEGMENT = 2048  # columns between two looks ahead in long rows
+ITEMS = {float32: 4, uint16: 2, int8: 1}  # bytes of a stored number
 
 
 @njit(error_model="numpy")
@@ -74,54 +77,67 @@ def _rows_times(address: Any, scales: Any, begin: Any, end: Any, x: Any, out: An
     return None
 
 
-@njit(fastmath=FASTMATH, error_model="numpy")
-def four_products(w0: Any, w1: Any, w2: Any, w3: Any, x: Any) -> Any:
-    """Four rows times one vector (a loop over a part of an array is not vectorised: its index might be negative)."""
-    s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-    for i in range(x.shape[0]):
-        v = x[i]
-        s0 += v * widen(w0[i])
-        s1 += v * widen(w1[i])
-        s2 += v * widen(w2[i])
-        s3 += v * widen(w3[i])
-    return s0, s1, s2, s3
+@intrinsic
+def block_products(typingctx: Any, address: Any, row_bytes: Any, vector: Any, rounds: Any, out: Any, like: Any) -> Any:
+    """Four rows times a vector, over `rounds` cache lines of each row; all but `rounds` are addresses or bytes.
+
+    Between the products one line of each row is asked for, some kilobytes ahead: a core's own prefetchers leave a third
+    of the bandwidth unused, and a burst of requests would fill the buffers for outstanding lines and stall.
+    """
+    item = ITEMS[like.dtype]
+    vectors = LINE // (WIDTH * item)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        make, (base, step, x, count, target, _) = Vectors(builder), args
+        rows = [builder.add(base, builder.mul(step, make.constant(row))) for row in range(BLOCK)]
+        # a sum for each part of a line: products that wait for each other would take longer than the memory
+        totals = [[cgutils.alloca_once(builder, REALS) for _ in range(vectors)] for _ in rows]
+        for total in (total for parts in totals for total in parts):
+            builder.store(ir.Constant(REALS, None), total)
+        with cgutils.for_range(builder, count) as loop:
+            line = builder.mul(loop.index, make.constant(LINE))
+            place = builder.add(x, builder.mul(loop.index, make.constant(LINE // item * 4)))
+            for row in rows:
+                make.ask(row, builder.add(line, make.constant(AHEAD)))
+            for part in range(vectors):
+                numbers = make.load(place, make.constant(part * WIDTH * 4), 4)
+                for row, parts in zip(rows, totals, strict=True):
+                    total = parts[part]
+                    stored = make.load(row, builder.add(line, make.constant(part * WIDTH * item)), item)
+                    builder.store(make.fused(stored, numbers, builder.load(total)), total)
+        for row, parts in enumerate(totals):
+            whole = builder.load(parts[0])
+            for total in parts[1:]:
+                whole = builder.fadd(whole, builder.load(total))
+            builder.store(make.total(whole), make.at(target, make.constant(4 * row), REAL))
+        return context.get_dummy_value()
+
+    return types.void(*(types.int64,) * 5, like), codegen
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def stored_rows(address: int, begin: int, end: int, x: Any, out: Any, at: int, like: Any) -> None:
-    """The numbers as they are stored, widened in registers.
-
-    Lines are asked for some kilobytes ahead: one core's own prefetchers leave a third of the bandwidth unused.
-    """
+    """The numbers as they are stored, widened in registers."""
     columns = x.shape[0]
     matrix = carray(pointer(address, like), (end, columns))
     row_bytes = columns * like.itemsize
-    long_rows = BLOCK * row_bytes > 4 * AHEAD
+    rounds = row_bytes // LINE
+    whole = rounds * LINE // like.itemsize
     row = begin
     while row + BLOCK <= end:
         start = address + row * row_bytes
-        if not long_rows:
-            ask_for(start + AHEAD, BLOCK * row_bytes)
-        w0, w1, w2, w3 = matrix[row], matrix[row + 1], matrix[row + 2], matrix[row + 3]
-        s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-        if long_rows:
-            for first in range(0, columns, SEGMENT):
-                last = min(first + SEGMENT, columns)
-                for r in range(BLOCK):
-                    ask_for(start + r * row_bytes + last * like.itemsize, SEGMENT * like.itemsize)
-                d0, d1, d2, d3 = four_products(
-                    w0[first:last], w1[first:last], w2[first:last], w3[first:last], x[first:last]
-                )
-                s0, s1, s2, s3 = s0 + d0, s1 + d1, s2 + d2, s3 + d3
-        else:
-            s0, s1, s2, s3 = four_products(w0, w1, w2, w3, x)
-        out[at + row], out[at + row + 1], out[at + row + 2], out[at + row + 3] = s0, s1, s2, s3
+        block_products(start, row_bytes, x.ctypes.data, rounds, out.ctypes.data + 4 * (at + row), like)
+        for r in range(BLOCK):
+            stored, rest = matrix[row + r], np.float32(0)
+            for i in range(whole, columns):
+                rest += x[i] * widen(stored[i])
+            out[at + row + r] += rest
         row += BLOCK
     while row < end:
-        w0, s0 = matrix[row], np.float32(0)
+        stored, total = matrix[row], np.float32(0)
         for i in range(columns):
-            s0 += x[i] * widen(w0[i])
-        out[at + row] = s0
+            total += x[i] * widen(stored[i])
+        out[at + row] = total
         row += 1
 
 

@@ -16,57 +16,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 from .arithmetic import FASTMATH, widen
-
-WIDTH = 16
-_BYTE, _HALF, _WORD, _REAL = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
-_HALVES, _WORDS, _REALS = (ir.VectorType(kind, WIDTH) for kind in (_HALF, _WORD, _REAL))
-
-
-class Vectors:
-    """What the two loops below are built from."""
-
-    def __init__(self, builder: Any) -> None:
-        self.builder = builder
-        kind = ir.FunctionType(_REALS, [_REALS] * 3)
-        self._fused = cgutils.get_or_insert_function(builder.module, kind, "llvm.fma.v16f32")
-
-    def at(self, address: Any, offset: Any, kind: Any) -> Any:
-        """A pointer to `kind`, `offset` bytes behind an address."""
-        return self.builder.inttoptr(self.builder.add(address, offset), kind.as_pointer())
-
-    def constant(self, number: int) -> Any:
-        return ir.Constant(ir.IntType(64), number)
-
-    def load(self, address: Any, offset: Any, narrow: bool) -> Any:
-        """Sixteen numbers as fp32; `narrow` ones are bf16."""
-        if not narrow:
-            return self.builder.load(self.at(address, offset, _REALS), align=4)
-        halves = self.builder.load(self.at(address, offset, _HALVES), align=2)
-        words = self.builder.shl(self.builder.zext(halves, _WORDS), ir.Constant(_WORDS, [16] * WIDTH))
-        return self.builder.bitcast(words, _REALS)
-
-    def fused(self, a: Any, b: Any, c: Any) -> Any:
-        return self.builder.call(self._fused, [a, b, c])
-
-    def splat(self, scalar: Any) -> Any:
-        undefined = ir.Constant(_REALS, ir.Undefined)
-        single = self.builder.insert_element(undefined, scalar, ir.Constant(_WORD, 0))
-        return self.builder.shuffle_vector(single, undefined, ir.Constant(_WORDS, [0] * WIDTH))
-
-    def total(self, vector: Any) -> Any:
-        """The sum of a vector's numbers: halves are added until one is left."""
-        width = WIDTH
-        while width > 1:
-            width //= 2
-            undefined = ir.Constant(vector.type, ir.Undefined)
-            low, high = (
-                self.builder.shuffle_vector(
-                    vector, undefined, ir.Constant(ir.VectorType(_WORD, width), list(range(start, start + width)))
-                )
-                for start in (0, width)
-            )
-            vector = self.builder.fadd(low, high)
-        return self.builder.extract_element(vector, ir.Constant(_WORD, 0))
+from .vectors import REAL, REALS, WIDTH, Vectors
 
 
 @intrinsic
@@ -74,25 +24,24 @@ def products_in_vectors(
     typingctx: Any, queries: Any, keys: Any, count: Any, logits: Any, stride: Any, lanes: Any, group: Any, like: Any
 ) -> Any:
     """`logits[g * stride + c] = queries[g] . keys[c]`; addresses, and `count` columns."""
-    heads, vectors, narrow = len(group), len(lanes), like.dtype == uint16
-    row_bytes = vectors * WIDTH * (2 if narrow else 4)
+    heads, vectors, item = len(group), len(lanes), 2 if like.dtype == uint16 else 4
+    row_bytes = vectors * WIDTH * item
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         make, (query, key, columns, out, step, *_) = Vectors(builder), args
         held = [
-            [make.load(query, make.constant((g * vectors + i) * WIDTH * 4), False) for i in range(vectors)]
+            [make.load(query, make.constant((g * vectors + i) * WIDTH * 4), 4) for i in range(vectors)]
             for g in range(heads)
         ]
         with cgutils.for_range(builder, columns) as loop:
             row = builder.add(key, builder.mul(loop.index, make.constant(row_bytes)))
-            item = 2 if narrow else 4
-            parts = [make.load(row, make.constant(i * WIDTH * item), narrow) for i in range(vectors)]
+            parts = [make.load(row, make.constant(i * WIDTH * item), item) for i in range(vectors)]
             for g in range(heads):
                 total = builder.fmul(held[g][0], parts[0])
                 for i in range(1, vectors):
                     total = make.fused(held[g][i], parts[i], total)
                 place = builder.add(builder.mul(make.constant(g), step), loop.index)
-                builder.store(make.total(total), make.at(out, builder.mul(place, make.constant(4)), _REAL))
+                builder.store(make.total(total), make.at(out, builder.mul(place, make.constant(4)), REAL))
         return context.get_dummy_value()
 
     return types.void(*(types.int64,) * 5, lanes, group, like), codegen
@@ -103,29 +52,28 @@ def sums_in_vectors(
     typingctx: Any, weights: Any, stride: Any, values: Any, count: Any, out: Any, lanes: Any, group: Any, like: Any
 ) -> Any:
     """`out[g] = sum_c weights[g * stride + c] * values[c]`; addresses, and `count` columns."""
-    heads, vectors, narrow = len(group), len(lanes), like.dtype == uint16
-    row_bytes = vectors * WIDTH * (2 if narrow else 4)
+    heads, vectors, item = len(group), len(lanes), 2 if like.dtype == uint16 else 4
+    row_bytes = vectors * WIDTH * item
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         make, (weight, step, value, columns, target, *_) = Vectors(builder), args
-        totals = [[cgutils.alloca_once(builder, _REALS) for _ in range(vectors)] for _ in range(heads)]
+        totals = [[cgutils.alloca_once(builder, REALS) for _ in range(vectors)] for _ in range(heads)]
         for row in totals:
             for place in row:
-                builder.store(ir.Constant(_REALS, None), place)
+                builder.store(ir.Constant(REALS, None), place)
         with cgutils.for_range(builder, columns) as loop:
             line = builder.add(value, builder.mul(loop.index, make.constant(row_bytes)))
-            item = 2 if narrow else 4
-            parts = [make.load(line, make.constant(i * WIDTH * item), narrow) for i in range(vectors)]
+            parts = [make.load(line, make.constant(i * WIDTH * item), item) for i in range(vectors)]
             for g in range(heads):
                 index = builder.add(builder.mul(make.constant(g), step), loop.index)
-                scalar = builder.load(make.at(weight, builder.mul(index, make.constant(4)), _REAL))
+                scalar = builder.load(make.at(weight, builder.mul(index, make.constant(4)), REAL))
                 share = make.splat(scalar)
                 for i in range(vectors):
                     builder.store(make.fused(share, parts[i], builder.load(totals[g][i])), totals[g][i])
         for g in range(heads):
             for i in range(vectors):
                 offset = make.constant((g * vectors + i) * WIDTH * 4)
-                builder.store(builder.load(totals[g][i]), make.at(target, offset, _REALS), align=4)
+                builder.store(builder.load(totals[g][i]), make.at(target, offset, REALS), align=4)
         return context.get_dummy_value()
 
     return types.void(*(types.int64,) * 5, lanes, group, like), codegen
