@@ -18,6 +18,7 @@ from .quantisation import Matrix, embedded, widen_into
 from .rope import rotate_into
 from .workspace import Workspace
 
+_EMBED_TILE = 256  # tokens
 _HEAD_TILE = 1 << 20  # elements of the head that are widened at once: 4 MiB of fp32
 
 
@@ -112,7 +113,9 @@ class Decoder:
     def embed(self, ids: Tensor) -> Tensor:
         """Embeddings [n, hidden_size] of token ids, int64 [n]; the scale is rounded to the compute dtype first, as
         in transformers."""
-        hidden = embedded(self.embed_tokens, ids).to(self.compute_dtype)
+        hidden = torch.empty(ids.shape[0], self.config.hidden_size, dtype=self.compute_dtype, device=self.device)
+        for start in range(0, ids.shape[0], _EMBED_TILE):  # a narrow copy of the whole would leave a hole in the heap
+            hidden[start : start + _EMBED_TILE] = embedded(self.embed_tokens, ids[start : start + _EMBED_TILE])
         if self.config.embedding_scale != 1.0:
             hidden.mul_(torch.tensor(self.config.embedding_scale, dtype=self.compute_dtype, device=self.device))
         return hidden
