@@ -41,6 +41,9 @@ class Prompt:
             return random_ids(engine, self.random_tokens, self.seed)
         if engine.tokenizer is None:
             raise PromptError("these weights come without a tokenizer: give --prompt-tokens N instead of a text")
+        from ..encoding import check_length
+
+        check_length(engine, self.text)
         if self.raw:
             ids = engine.tokenizer.encode(self.text)
             if not ids:

@@ -620,3 +620,11 @@ def test_a_memory_that_is_not_there_leaves_the_engine_usable(model_folder, monke
     assert replies == [
         [piece.id for piece in twin.send(text, max_new_tokens=5)] for text in ("one " * 20, "three " * 20)
     ]
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(model_folder, monkeypatch):
+    with load(model_folder(), context=100) as engine:
+        monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("the text was tokenized"))
+        for ask in (engine.stream, lambda text: engine.stream(messages=[{"role": "user", "content": text}])):
+            with pytest.raises(PromptError, match=r"at least [\d,]+ tokens, but the model's context is 100"):
+                ask("the " * 100_000)
