@@ -157,6 +157,16 @@ class CompiledStep:
 
     def step(self, arena: Arena, sequence: Sequence, token: int, *, window: int) -> Tensor:
         """Feed one token. Returns the next token's logits fp32 `[vocab]`; see `decode.step`."""
+        self._team.run(self._step.decode_step, *self._arguments(arena, sequence, token, window))
+        sequence.ids.append(token)
+        return torch.from_numpy(self._out.copy())
+
+    def prepare(self, arena: Arena, sequence: Sequence, *, window: int) -> None:
+        """Compile what the next step needs, so that no reply stops after its first token."""
+        self._arguments(arena, sequence, 0, window)
+
+    def _arguments(self, arena: Arena, sequence: Sequence, token: int, window: int) -> tuple[object, ...]:
+        """What the compiled step is called with."""
         position = sequence.total
         self._make_room(arena)
         self._shape[8] = window
@@ -204,9 +214,7 @@ class CompiledStep:
         )
         if kind not in self._compiled:
             self._compile(kind, arguments)
-        self._team.run(self._step.decode_step, *arguments)
-        sequence.ids.append(token)
-        return torch.from_numpy(self._out.copy())
+        return arguments
 
 
 def _address(matrix: Matrix) -> tuple[int, int]:

@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 
 Message = dict[str, str]
 ATTENTION = ("auto", "sdpa")
+MOST_THREADS = 1024  # torch's own pool crashes the process with too many
 
 
 class Engine:
@@ -127,6 +128,8 @@ class Engine:
         if threads is not None:
             if threads < 1:
                 raise OptionError(f"threads must be at least 1, not {threads}")
+            if threads > MOST_THREADS:
+                raise OptionError(f"threads must be at most {MOST_THREADS:,}, not {threads:,}")
             torch.set_num_threads(threads)
         report = stage_reporter(on_progress)
         path = (
@@ -171,7 +174,8 @@ class Engine:
             step=step,
             threads=threads or torch.get_num_threads(),
         )
-        names = [dtype_name(dtype) for dtype in (decoder.dtype, engine._runner.layout.kv_dtype, decoder.compute_dtype)]
+        names = [quant or dtype_name(decoder.dtype)]
+        names += [dtype_name(dtype) for dtype in (engine._runner.layout.kv_dtype, decoder.compute_dtype)]
         log.info("%s: %s weights, %s keys and values, computed in %s on %s", path.name, *names, target)
         engine.load_s = time.perf_counter() - started
         return engine

@@ -207,6 +207,9 @@ class Runner:
             timing.prompt_tokens, timing.prefill_s = len(ids), time.perf_counter() - started
             timing.total = sequence.total
             timing.lengths = tuple(tuple(int(n) for n in row) for row in self.tenancy.arena.length)
+            compiled = getattr(self.step, "__self__", None) if limit > 1 else None
+            if compiled is not None:
+                compiled.prepare(self.tenancy.arena, sequence, window=self.cache.window)
         history = None
         if generation.penalises:
             history = History(self.decoder.config.vocab_size, sequence.ids, self.decoder.device)
