@@ -97,11 +97,17 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def stage_reporter(on_progress: Callable[[Progress], None] | None) -> Callable[[str, int, int], None] | None:
+    """`on_progress` for a stage's name and figures, called once for each whole percent; None for None."""
     if on_progress is None:
         return None
     callback = on_progress
+    last: tuple[str, int] | None = None
 
     def report(stage: str, done: int, total: int) -> None:
-        callback(Progress("load" if stage == "load" else "download", done, total))
+        nonlocal last
+        step = (stage, 100 * done // total if total > 0 else done)
+        if step != last:  # a model has hundreds of small tensors, and nobody wants the same percentage for each
+            last = step
+            callback(Progress("load" if stage == "load" else "download", done, total))
 
     return report

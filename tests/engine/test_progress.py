@@ -6,6 +6,7 @@ import io
 
 import pytest
 from cake_infer.engine.apps.progress import CLEAR_LINE, ProgressBar, duration
+from cake_infer.engine.loading import stage_reporter
 from cake_infer.engine.results import Progress
 
 
@@ -100,3 +101,13 @@ def test_nothing_is_drawn_without_a_terminal_or_on_one_that_has_gone(clock: Cloc
 )
 def test_durations_are_short(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_loading_is_reported_once_for_each_percent() -> None:
+    seen: list[Progress] = []
+    report = stage_reporter(seen.append)
+    assert report is not None
+    for done in range(0, 1001, 5):  # as many tensors, most of them small
+        report("load", done, 1000)
+    report("fetch", 0, 1000)  # another stage begins anew
+    assert [(event.stage, event.done // 10) for event in seen] == [("load", n) for n in range(101)] + [("download", 0)]
