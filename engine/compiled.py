@@ -15,14 +15,17 @@ from ..cache.arena import Arena
 from ..errors import BackendError
 from ..models.decoder import Decoder, Layer
 from ..models.quantisation import Matrix
-from .kernels import kernels_cached, load_step, mark_cached
+from .background import Background
+from .kernels import kernels_cached, kernels_kept, load_step, mark_cached
 from .sequence import Sequence
+from .stepper import OnWait
 from .team import Team
 
 log = logging.getLogger(__name__)
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+FORMATS = {"float32": "float32", "uint16": "bfloat16", "int8": "int8", "uint8": "int4"}  # as people call them
 LIKE = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.int8: np.int8, torch.uint8: np.uint8}
 NO_LIMIT = np.iinfo(np.int64).max
 ANGLES_AHEAD = 64
@@ -76,6 +79,7 @@ class CompiledStep:
         self._room: tuple[int, int] = (0, 0)
         self._angles: tuple[object, int, np.ndarray, np.ndarray] | None = None
         self._compiled: set[str] = set()
+        self._compiling: dict[str, Background] = {}
         self._work_space()
 
     # -- tables -------------------------------------------------------------------------------------------------------
@@ -140,32 +144,51 @@ class CompiledStep:
         index = position - self._angles[1]
         return self._angles[2][index], self._angles[3][index]
 
-    def _compile(self, kind: str, arguments: tuple[object, ...]) -> None:
-        """Compile the step for a format of weights and rows, or load it from the cache, before threads enter it."""
+    def _compile(self, kind: str, arguments: tuple[object, ...], on_wait: OnWait | None) -> None:
+        """Compile the step for a format of weights and rows, or load it from the cache, before threads enter it.
+
+        An interrupt (or an `on_wait` that raises) ends the wait at once; the compilation goes on behind, and the next
+        reply waits for the same one.
+        """
         import numba
 
         function, started = self._step.decode_step, time.perf_counter()
-        if not kernels_cached(kind):
-            log.info("compiling the decode step for %s, once for this machine (about 10 s)", kind)
-        counter = np.zeros(2, dtype=np.int64)
-        function.compile(tuple(numba.typeof(argument) for argument in (0, counter, *arguments)))
+        if kind not in self._compiling:
+            if not kernels_cached(kind):
+                weights, rows = kind.split("-")[:2]
+                log.info(
+                    "compiling the decode step for %s weights, %s keys and values%s (about 10 s)",
+                    FORMATS[weights],
+                    FORMATS[rows],
+                    ", once for this machine" if kernels_kept() else "",
+                )
+            counter = np.zeros(2, dtype=np.int64)
+            signature = tuple(numba.typeof(argument) for argument in (0, counter, *arguments))
+            self._compiling[kind] = Background(lambda: function.compile(signature), name="cake-infer-compiler")
+        try:
+            self._compiling[kind].wait(on_wait)
+        finally:
+            if self._compiling[kind].done:  # also after a failure: the next reply tries again
+                del self._compiling[kind]
         mark_cached(kind)
         self._compiled.add(kind)
         log.debug("decode step for %s ready in %.2f s", kind, time.perf_counter() - started)
 
     # -- running ------------------------------------------------------------------------------------------------------
 
-    def step(self, arena: Arena, sequence: Sequence, token: int, *, window: int) -> Tensor:
+    def __call__(self, arena: Arena, sequence: Sequence, token: int, *, window: int) -> Tensor:
         """Feed one token. Returns the next token's logits fp32 `[vocab]`; see `decode.step`."""
         self._team.run(self._step.decode_step, *self._arguments(arena, sequence, token, window))
         sequence.ids.append(token)
         return torch.from_numpy(self._out.copy())
 
-    def prepare(self, arena: Arena, sequence: Sequence, *, window: int) -> None:
+    def prepare(self, arena: Arena, sequence: Sequence, *, window: int, on_wait: OnWait | None = None) -> None:
         """Compile what the next step needs, so that no reply stops after its first token."""
-        self._arguments(arena, sequence, 0, window)
+        self._arguments(arena, sequence, 0, window, on_wait)
 
-    def _arguments(self, arena: Arena, sequence: Sequence, token: int, window: int) -> tuple[object, ...]:
+    def _arguments(
+        self, arena: Arena, sequence: Sequence, token: int, window: int, on_wait: OnWait | None = None
+    ) -> tuple[object, ...]:
         """What the compiled step is called with."""
         position = sequence.total
         self._make_room(arena)
@@ -213,7 +236,7 @@ class CompiledStep:
             self._group,
         )
         if kind not in self._compiled:
-            self._compile(kind, arguments)
+            self._compile(kind, arguments, on_wait)
         return arguments
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING
 
 from .generation import GenerationConfig
@@ -42,6 +43,7 @@ def reply(
         generation,
         stop_ids=engine.stop_ids,
         on_chunk=_chunk_reporter(engine.config.num_layers, on_progress),
+        on_wait=None if on_progress is None else partial(on_progress, Progress("compile", 0, 0)),
         timing=timing,
         conversation=conversation,
     )

@@ -54,9 +54,12 @@ class Result:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a stage has come: `done` of `total` (bytes for load and download, token-layers for prefill)."""
+    """How far a stage has come: `done` of `total` (bytes for load and download, token-layers for prefill).
 
-    stage: Literal["load", "download", "prefill"]
+    A total of 0 is unknown: "compile" is reported about ten times a second until it is over.
+    """
+
+    stage: Literal["load", "download", "prefill", "compile"]
     done: int
     total: int
     layer: int | None = None

@@ -27,7 +27,7 @@ from .memory import first_budget
 from .results import TokenLogprobs
 from .sampling import History, choose, log_probabilities
 from .sequence import Checkpoint, QueryRing, Sequence
-from .stepper import Step, make_step
+from .stepper import OnWait, Step, make_step
 from .tenancy import Tenancy
 
 log = logging.getLogger(__name__)
@@ -190,6 +190,7 @@ class Runner:
         *,
         stop_ids: frozenset[int] = frozenset(),
         on_chunk: OnChunk | None = None,
+        on_wait: OnWait | None = None,
         timing: Timing | None = None,
         conversation: bool = False,
     ) -> Generator[Token, None, None]:
@@ -207,9 +208,8 @@ class Runner:
             timing.prompt_tokens, timing.prefill_s = len(ids), time.perf_counter() - started
             timing.total = sequence.total
             timing.lengths = tuple(tuple(int(n) for n in row) for row in self.tenancy.arena.length)
-            compiled = getattr(self.step, "__self__", None) if limit > 1 else None
-            if compiled is not None:
-                compiled.prepare(self.tenancy.arena, sequence, window=self.cache.window)
+            if limit > 1:
+                self.step.prepare(self.tenancy.arena, sequence, window=self.cache.window, on_wait=on_wait)
         history = None
         if generation.penalises:
             history = History(self.decoder.config.vocab_size, sequence.ids, self.decoder.device)

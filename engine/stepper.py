@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -20,10 +20,29 @@ log = logging.getLogger(__name__)
 STEPS = ("auto", "compiled", "eager")
 
 
+OnWait = Callable[[], None]  # called about ten times a second while something is waited for; it may raise
+
+
 class Step(Protocol):
     """Feeds one token to the sequence in the arena and gives the next token's logits fp32 `[vocab]`."""
 
     def __call__(self, arena: Arena, sequence: Sequence, token: int, *, window: int) -> Tensor: ...
+
+    def prepare(self, arena: Arena, sequence: Sequence, *, window: int, on_wait: OnWait | None = None) -> None:
+        """Do what the first call would have to do before it can begin, so that no reply stops after its first token."""
+
+
+class EagerStep:
+    """`decode.step` of one decoder: plain torch, with nothing to prepare."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+
+    def __call__(self, arena: Arena, sequence: Sequence, token: int, *, window: int) -> Tensor:
+        return decode.step(self._decoder, arena, sequence, token, window=window)
+
+    def prepare(self, arena: Arena, sequence: Sequence, *, window: int, on_wait: OnWait | None = None) -> None:
+        pass
 
 
 def make_step(decoder: Decoder, kv_dtype: torch.dtype, wanted: str, threads: int) -> Step:
@@ -32,10 +51,10 @@ def make_step(decoder: Decoder, kv_dtype: torch.dtype, wanted: str, threads: int
         from .compiled import CompiledStep
 
         try:
-            return CompiledStep(decoder, kv_dtype, threads).step
+            return CompiledStep(decoder, kv_dtype, threads)
         except BackendError as error:
             if wanted == "compiled":
                 raise
             if decoder.device.type == "cpu":
                 log.warning("decoding runs in plain torch, several times slower: %s", error)
-    return partial(decode.step, decoder)
+    return EagerStep(decoder)

@@ -8,7 +8,13 @@ from typing import TextIO
 
 from ..results import Progress
 
-STAGES = {"load": "loading", "download": "downloading", "prefill": "reading", "import": "importing"}
+STAGES = {
+    "load": "loading",
+    "download": "downloading",
+    "prefill": "reading",
+    "compile": "compiling",
+    "import": "importing",
+}
 REDRAW_S = 0.1
 # a stage that is over sooner than this never shows a bar
 PATIENCE_S = 0.5

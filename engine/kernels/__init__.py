@@ -35,6 +35,11 @@ def load_step() -> ModuleType:
         numba.config.CACHE_DIR = before
 
 
+def kernel_home() -> Path:
+    """The folder below which compiled kernels of every version are kept."""
+    return cache_home() / "kernels"
+
+
 @cache
 def cache_folder() -> Path:
     """Where compiled kernels are kept.
@@ -50,7 +55,7 @@ def cache_folder() -> Path:
         digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
     for fact in (numba.__version__, binding.get_host_cpu_name(), str(binding.get_host_cpu_features())):
         digest.update(fact.encode())
-    folder = cache_home() / "kernels" / digest.hexdigest()[:16]
+    folder = kernel_home() / digest.hexdigest()[:16]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -60,6 +65,11 @@ def cache_folder() -> Path:
         temporary = tempfile.mkdtemp(prefix="cake-infer-kernels-")
         atexit.register(shutil.rmtree, temporary, ignore_errors=True)
         return Path(temporary)
+
+
+def kernels_kept() -> bool:
+    """Whether what is compiled now is still there at the next start."""
+    return cache_folder().is_relative_to(kernel_home())
 
 
 def kernels_cached(kind: str) -> bool:

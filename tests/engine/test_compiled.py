@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -74,7 +80,7 @@ def decoded(decoder, ids, new, *, compiled, kv_dtype=torch.float32, threads=2, c
     arena = runner.tenancy.arena
     if cut is not None:
         cut(arena)
-    step = CompiledStep(decoder, kv_dtype, threads).step if compiled else lambda *a, **k: decode.step(decoder, *a, **k)
+    step = CompiledStep(decoder, kv_dtype, threads) if compiled else lambda *a, **k: decode.step(decoder, *a, **k)
     logits = torch.stack([step(arena, sequence, token, window=WINDOW).clone() for token in new])
     rows = [arena.row(layer, head) for layer, head in np.ndindex(*arena.length.shape)]
     return logits, [row[2].tolist() for row in rows], [row[0].float() for row in rows], sequence.ring.copy()
@@ -208,6 +214,83 @@ def test_the_plain_step_stands_in_where_numba_is_missing(tiny, monkeypatch, capl
         stepper.make_step(decoder, torch.float32, "compiled", 1)
     with caplog.at_level("WARNING"):
         step = stepper.make_step(decoder, torch.float32, "auto", 1)
-    assert step.func is decode.step
+    assert isinstance(step, stepper.EagerStep)
     assert "plain torch" in caplog.text
     assert "cake-infer[cpu]" in caplog.text
+
+
+class SlowCompiler:
+    """In the place of the compiled module: `compile` waits to be released."""
+
+    def __init__(self):
+        self.release, self.signatures = threading.Event(), []
+        self.decode_step = SimpleNamespace(compile=self.compile)
+
+    def compile(self, signature):
+        self.signatures.append(signature)
+        self.release.wait(20)
+
+
+def prepared(decoder, random_ids):
+    """A compiled step with a slow compiler, and what its `prepare` takes."""
+    runner, sequence = runner_of(decoder), Sequence()
+    with torch.inference_mode():
+        runner.feed(sequence, random_ids(20), runner.prepare(sequence, 20, 4))
+    step = CompiledStep(decoder, torch.float32, 1)
+    step._step = SlowCompiler()
+    return step, (runner.tenancy.arena, sequence)
+
+
+def test_a_compilation_can_be_left_at_once_and_is_the_same_one_afterwards(
+    tiny, random_ids, caplog, monkeypatch, tmp_path
+):
+    monkeypatch.setattr("cake_infer.engine.kernels.cache_folder", lambda: tmp_path)
+    step, arguments = prepared(tiny(), random_ids)
+
+    def leave():
+        raise KeyboardInterrupt
+
+    with caplog.at_level("INFO"), pytest.raises(KeyboardInterrupt):
+        step.prepare(*arguments, window=WINDOW, on_wait=leave)
+    waits = []
+
+    def release():
+        waits.append(1)
+        step._step.release.set()
+
+    with caplog.at_level("INFO"):
+        step.prepare(*arguments, window=WINDOW, on_wait=release)
+    assert waits
+    assert len(step._step.signatures) == 1, "the second reply compiled again"
+    assert caplog.text.count("compiling") == 1
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_notice_names_formats_in_words_and_promises_what_holds(
+    tiny, random_ids, caplog, monkeypatch, tmp_path, kept
+):
+    monkeypatch.setenv("CAKE_INFER_HOME", str(tmp_path / "home"))
+    folder = tmp_path / "home" / "kernels" / "x" if kept else tmp_path / "elsewhere"
+    monkeypatch.setattr("cake_infer.engine.kernels.cache_folder", lambda: folder)
+    step, arguments = prepared(tiny(dtype=torch.bfloat16), random_ids)
+    step._step.release.set()
+    with caplog.at_level("INFO"):
+        step.prepare(*arguments, window=WINDOW)
+    assert "for bfloat16 weights, float32 keys and values" in caplog.text
+    assert ("once for this machine" in caplog.text) == kept
+    assert "uint" not in caplog.text
+
+
+def test_ctrl_c_in_a_compilation_ends_the_command(tmp_path, write_checkpoint):
+    config = write_checkpoint(tmp_path / "model") / "config.json"
+    command = [sys.executable, "-m", "cake_infer", "--random-weights", str(config), "--prompt-tokens", "20"]
+    environment = {**os.environ, "CAKE_INFER_HOME": str(tmp_path / "home")}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        while b"compiling" not in (line := process.stderr.readline()):
+            assert line, "the command ended before it compiled"
+        started = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, b"", b"")
+    # nothing else takes so long on the way out; the compilation takes 10 s and more
+    assert time.monotonic() - started < 6
