@@ -21,10 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import MemoryLimit
 from .layout import ALIGNMENT, ArenaLayout, ArenaSize, arena_bytes, kv_bytes, table_slots
-
-BOUNCE_BYTES = 4 << 20
+from .store import Store
 
 
 @dataclass
@@ -60,30 +58,32 @@ class Staged:
 
 
 class Arena:
-    """Rows of one sequence. All offsets, lengths and capacities are in slots; int64 tables `[layers, kv_heads]`."""
+    """Rows of one sequence. All offsets, lengths and capacities are in slots; int64 tables `[layers, kv_heads]`.
 
-    def __init__(self, layout: ArenaLayout, size: ArenaSize, device: torch.device | str = "cpu") -> None:
+    `first`: where the arena's span begins in a store that others live in too (`cache/shared.py`); `tables` are then
+    the three tables, and nothing outside the span of `size` is ever touched. Else the arena has a store of its own.
+    """
+
+    def __init__(
+        self,
+        layout: ArenaLayout,
+        size: ArenaSize,
+        device: torch.device | str = "cpu",
+        *,
+        store: Store | None = None,
+        first: int = 0,
+        tables: list[np.ndarray] | None = None,
+    ) -> None:
         self.layout, self.size, self.device = layout, size, torch.device(device)
-        try:
-            with torch.inference_mode(False):  # an inference tensor could not be written to outside that mode
-                self._k = torch.empty(kv_bytes(layout, size), dtype=torch.uint8, device=self.device)
-                self._v = torch.empty(kv_bytes(layout, size), dtype=torch.uint8, device=self.device)
-                self.position = torch.zeros(table_slots(size), dtype=torch.int32, device=self.device)
-                self.score = torch.zeros(table_slots(size), dtype=torch.float32, device=self.device)
-        except RuntimeError:  # torch's own out-of-memory errors derive from it
-            need = f"{arena_bytes(layout, size) / 2**20:,.0f} MiB"
-            raise MemoryLimit(f"no memory for a KV arena of {need}: lower the budget or the context") from None
-        slot_bytes = layout.head_dim * layout.kv_dtype.itemsize
-        whole = self._k.numel() // slot_bytes * slot_bytes
-        self.keys = self._k[:whole].view(layout.kv_dtype).view(-1, layout.head_dim)  # [slots, head_dim]
-        self.values = self._v[:whole].view(layout.kv_dtype).view(-1, layout.head_dim)
+        self.store = store or Store(layout, kv_bytes(layout, size), table_slots(size), self.device)
+        self.keys, self.values = self.store.keys, self.store.values  # [slots, head_dim]
+        self.position, self.score = self.store.position, self.store.score
         shape = (layout.num_layers, layout.num_kv_heads)
-        self.offset = np.zeros(shape, dtype=np.int64)
-        self.length = np.zeros(shape, dtype=np.int64)
-        self.capacity = np.zeros(shape, dtype=np.int64)
-        self._bounce = torch.empty(0, dtype=torch.uint8, device=self.device)
-        self._kept_end = 0  # of the kept region while a piece is read
-        self._packed_end = 0  # of the rows already compacted
+        own: list[np.ndarray] = [np.zeros(shape, dtype=np.int64) for _ in range(3)]
+        self.offset, self.length, self.capacity = tables or own
+        self.first = first
+        self._kept_end = first  # of the kept region while a piece is read
+        self._packed_end = first  # of the rows already compacted
         self._read = 0  # layers already compacted
 
     # -- what is there ------------------------------------------------------------------------------------------------
@@ -95,6 +95,21 @@ class Arena:
     @property
     def kept_slots(self) -> int:
         return int(self.length.sum())
+
+    @property
+    def _end_bytes(self) -> int:
+        """Where the span ends in the bytes of keys (and of values)."""
+        return self.first * self.layout.head_dim * self.layout.kv_dtype.itemsize + kv_bytes(self.layout, self.size)
+
+    @property
+    def _end(self) -> int:
+        """Where the span ends in the tables of positions and scores."""
+        return self.first + table_slots(self.size)
+
+    @property
+    def _last_slot(self) -> int:
+        """Behind the last whole slot of the span that has both."""
+        return min(self._end, self._end_bytes // (self.layout.head_dim * self.layout.kv_dtype.itemsize))
 
     def clear(self) -> None:
         """Forget every row."""
@@ -137,7 +152,7 @@ class Arena:
         self._packed_end, self._read = 0, 0
         for layer, head in reversed(self._in_order()):
             end -= int(self.length[layer, head])
-            self._move(int(self.offset[layer, head]), end, int(self.length[layer, head]))
+            self.store.move(int(self.offset[layer, head]), end, int(self.length[layer, head]))
             self.offset[layer, head], self.capacity[layer, head] = end, self.length[layer, head]
 
     def stage(self, layer: int, tokens: int, first_position: int) -> Staged:
@@ -148,11 +163,11 @@ class Arena:
         start = -(-self._kept_end * layout.head_dim * layout.kv_dtype.itemsize // ALIGNMENT) * ALIGNMENT
         count = layout.num_kv_heads * columns
         end = start + count * layout.head_dim * layout.staging_dtype.itemsize
-        assert end <= self._k.numel(), "the arena was sized for a shorter piece"
-        assert self._kept_end + count <= self.position.numel(), "the arena was sized for a shorter piece"
+        assert end <= self._end_bytes, "the arena was sized for a shorter piece"
+        assert self._kept_end + count <= self._end, "the arena was sized for a shorter piece"
         shape = (layout.num_kv_heads, columns, layout.head_dim)
-        keys = self._k[start:end].view(layout.staging_dtype).view(shape)
-        values = self._v[start:end].view(layout.staging_dtype).view(shape)
+        keys = self.store.k[start:end].view(layout.staging_dtype).view(shape)
+        values = self.store.v[start:end].view(layout.staging_dtype).view(shape)
         position = self.position[self._kept_end : self._kept_end + count].view(shape[:2])
         fresh = torch.arange(first_position, first_position + tokens, dtype=torch.int32, device=self.device)
         for head, length in enumerate(held):
@@ -201,15 +216,37 @@ class Arena:
         """Spread the compacted rows: `headroom` `[layers, 1 or kv_heads]` free slots behind each."""
         self._slide()
         extra = headroom.astype(np.int64) + np.zeros_like(self.length)
-        ends = np.cumsum((self.length + extra).reshape(-1)).reshape(self.length.shape)
-        assert ends[-1, -1] <= min(self.keys.shape[0], self.position.numel()), (
-            "the arena was sized for fewer new tokens"
-        )
+        ends = self.first + np.cumsum((self.length + extra).reshape(-1)).reshape(self.length.shape)
+        assert ends[-1, -1] <= self._last_slot, "the arena was sized for fewer new tokens"
         for layer, head in reversed(self._in_order()):
             target = int(ends[layer, head] - self.length[layer, head] - extra[layer, head])
-            self._move(int(self.offset[layer, head]), target, int(self.length[layer, head]))
+            self.store.move(int(self.offset[layer, head]), target, int(self.length[layer, head]))
             self.offset[layer, head] = target
         self.capacity[:] = self.length + extra
+
+    # -- in a store that others live in too -------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Give back what only reading needed: from now on the span is the rows and their headroom."""
+        self.size = ArenaSize(0, 0, int(self.capacity.sum()))
+
+    def move_to(self, first: int) -> None:
+        """Move the whole span to the left, so that it begins at slot `first`, which must be free."""
+        distance = self.first - first
+        assert distance >= 0, "a span only moves to the left"
+        for layer, head in self._in_order():
+            start = int(self.offset[layer, head])
+            # with the slot behind the row, where `hold` keeps what it gave up last
+            count = min(int(self.length[layer, head]) + 1, int(self.capacity[layer, head]))
+            self.store.move(start, start - distance, count)
+        self.offset -= distance
+        self.first = first
+
+    def move_into(self, store: Store, first: int, saved: SavedRows) -> None:
+        """Live in another store from now on, with the rows of a copy made of this arena."""
+        self.store, self.first = store, first
+        self.keys, self.values, self.position, self.score = store.keys, store.values, store.position, store.score
+        self.load(saved)
 
     # -- copies of rows -----------------------------------------------------------------------------------------------
 
@@ -221,16 +258,17 @@ class Arena:
 
     def holds(self, saved: SavedRows) -> bool:
         """Whether saved rows and their headroom fit."""
-        return int(saved.capacity.sum()) <= min(self.keys.shape[0], self.position.numel())
+        return self.first + int(saved.capacity.sum()) <= self._last_slot
 
     def load(self, saved: SavedRows) -> None:
         """Replace every row by a saved copy; each gets the headroom it had."""
         assert self.holds(saved), "the arena is smaller than the saved rows"
         count = int(saved.length.sum())
-        self.keys[:count], self.values[:count] = saved.keys, saved.values
-        self.position[:count], self.score[:count] = saved.position, saved.score
+        span, lengths = slice(self.first, self.first + count), saved.length.reshape(-1)
+        self.keys[span], self.values[span] = saved.keys, saved.values
+        self.position[span], self.score[span] = saved.position, saved.score
         self.length[:] = self.capacity[:] = saved.length
-        self.offset[:] = (np.cumsum(saved.length.reshape(-1)) - saved.length.reshape(-1)).reshape(saved.length.shape)
+        self.offset[:] = self.first + (np.cumsum(lengths) - lengths).reshape(saved.length.shape)
         self._read = self.layout.num_layers
         self.finish(saved.capacity - saved.length)
 
@@ -242,14 +280,14 @@ class Arena:
 
     def _slide(self) -> None:
         """Pack the compacted layers to the left, in order of offset."""
-        end = 0
+        end = self.first
         for layer in range(self._read):
             lengths = self.length[layer]
             if self._slide_layer(layer, end):
                 end += int(lengths.sum())
                 continue
             for head, length in enumerate(lengths.tolist()):
-                self._move(int(self.offset[layer, head]), end, length)
+                self.store.move(int(self.offset[layer, head]), end, length)
                 self.offset[layer, head], self.capacity[layer, head] = end, length
                 end += length
         self._packed_end = end
@@ -257,14 +295,14 @@ class Arena:
     def _slide_layer(self, layer: int, target: int) -> bool:
         """Slide the rows of a layer whose heads agree in one go, if they fit the bounce buffer."""
         heads, length = self.layout.num_kv_heads, int(self.length[layer, 0])
-        if heads * length * self.layout.kept_slot_bytes > BOUNCE_BYTES or not self.agrees(layer):
+        if heads * length * self.layout.kept_slot_bytes > self.store.bounce_bytes or not self.agrees(layer):
             return False
         first = int(self.offset[layer, 0])
         stride = int(self.offset[layer, 1]) - first if heads > 1 else length
         if first != target or stride != length:
-            for table in self._tables():
+            for table in self.store.tables:
                 width = table.shape[1]
-                bounce = self._bounce_for(table, heads * length)
+                bounce = self.store.bounce(table, heads * length)
                 old = table.as_strided((heads, length, width), (stride * width, width, 1), first * width)
                 bounce.view(heads, length, width).copy_(old)
                 table[target : target + heads * length] = bounce
@@ -272,34 +310,11 @@ class Arena:
         self.capacity[layer] = length
         return True
 
-    def _move(self, source: int, target: int, count: int) -> None:
-        """Move `count` slots, in tiles that go through the bounce buffer, in the direction that spoils nothing."""
-        if source == target or not count:
-            return
-        for table in self._tables():
-            tile = max(1, BOUNCE_BYTES // (table.shape[1] * table.element_size()))
-            starts = list(range(0, count, tile))
-            for start in starts if target < source else reversed(starts):
-                size = min(tile, count - start)
-                bounce = self._bounce_for(table, size)
-                bounce.copy_(table[source + start : source + start + size])
-                table[target + start : target + start + size] = bounce
-
     def _gather(self, source: Tensor, chosen: Tensor, target: Tensor) -> None:
         """`target[i] = source[chosen[i]]` for `[columns, head_dim]`, in tiles where the dtype changes on the way."""
         if source.dtype == target.dtype:
             torch.index_select(source, 0, chosen, out=target)
             return
-        tile = max(1, BOUNCE_BYTES // (source.shape[1] * source.element_size()))
+        tile = max(1, self.store.bounce_bytes // (source.shape[1] * source.element_size()))
         for start in range(0, chosen.shape[0], tile):
             target[start : start + tile] = source.index_select(0, chosen[start : start + tile])
-
-    def _tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.keys, self.values, self.position[:, None], self.score[:, None]
-
-    def _bounce_for(self, table: Tensor, count: int) -> Tensor:
-        """`[count, width]` of the one bounce buffer, in the table's dtype."""
-        size = count * table.shape[1] * table.element_size()
-        if self._bounce.numel() < size:
-            self._bounce = torch.empty(size, dtype=torch.uint8, device=self.device)
-        return self._bounce[:size].view(table.dtype).view(count, table.shape[1])

@@ -22,25 +22,50 @@ def step(decoder: Decoder, arena: Arena, sequence: Sequence, token: int, *, wind
 
     The rows must have room (`Arena.capacity`): the caller checks before the first step.
     """
-    assert sequence.rotary is not None, "decoding follows a prefill"
-    position = sequence.total
-    ids = torch.tensor([token], device=decoder.device)
-    cos, sin = sequence.rotary.cos_sin(torch.tensor([position], device=decoder.device))
-    hidden = decoder.embed(ids)  # [1, hidden]
-    for index in range(decoder.config.num_layers):
+    return batch_step(decoder, [arena], [sequence], [token], window=window)[0]
+
+
+def batch_step(
+    decoder: Decoder, arenas: list[Arena], sequences: list[Sequence], tokens: list[int], *, window: int
+) -> Tensor:
+    """Feed one token to each of n sequences. Returns the next tokens' logits fp32 `[n, vocab]`.
+
+    Every matrix meets the n tokens together; each sequence attends over its own rows, as long as they are.
+    """
+    ids = torch.tensor(tokens, device=decoder.device)
+    cos, sin = _angles(sequences, decoder.device)
+    hidden = decoder.embed(ids)  # [n, hidden]
+    config = decoder.config
+    for index in range(config.num_layers):
         layer = decoder.widened(index)
         normed = decoder.attention_norm(layer, hidden)
-        queries = decoder.queries(layer, normed, cos, sin)  # [heads, 1, head_dim]
-        shape = (decoder.config.num_kv_heads, 1, decoder.config.head_dim)
+        queries = decoder.queries(layer, normed, cos, sin)  # [heads, n, head_dim]
+        shape = (config.num_kv_heads, len(tokens), config.head_dim)
         keys, values = (torch.empty(shape, dtype=hidden.dtype, device=hidden.device) for _ in range(2))
         decoder.keys_values(layer, normed, cos, sin, keys, values)
-        if sequence.ring is not None:
-            sequence.ring.write(index, position, queries)
-        attended = _layer_attention(decoder, arena, sequence, index, queries[:, 0], keys, values, window)
-        hidden = hidden + decoder.attention_output(layer, attended[:, None])
+        attended = torch.empty_like(queries)
+        for i, (arena, sequence) in enumerate(zip(arenas, sequences, strict=True)):
+            one = slice(i, i + 1)
+            if sequence.ring is not None:
+                sequence.ring.write(index, sequence.total, queries[:, one])
+            attended[:, i] = _layer_attention(
+                decoder, arena, sequence, index, queries[:, i], keys[:, one], values[:, one], window
+            )
+        hidden = hidden + decoder.attention_output(layer, attended)
         hidden += decoder.mlp(layer, decoder.mlp_norm(layer, hidden))
-    sequence.ids.append(token)
-    return decoder.logits(hidden)[0]
+    for sequence, token in zip(sequences, tokens, strict=True):
+        sequence.ids.append(token)
+    return decoder.logits(hidden)
+
+
+def _angles(sequences: list[Sequence], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines fp32 `[n, head_dim / 2]`, each sequence's at its own position and by its own frequencies."""
+    pairs = []
+    for sequence in sequences:
+        assert sequence.rotary is not None, "decoding follows a prefill"
+        pairs.append(sequence.rotary.cos_sin(torch.tensor([sequence.total], device=device)))
+    cos, sin = zip(*pairs, strict=True)
+    return torch.cat(cos), torch.cat(sin)
 
 
 def _layer_attention(

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from ..cache.arena import BOUNCE_BYTES
 from ..cache.budget import DEFAULT_BUDGET, Budget, check_budget, parse_bytes
 from ..cache.config import CacheConfig
 from ..cache.layout import ArenaLayout, arena_bytes, arena_size, budget_within
 from ..cache.policies import PolicyModel, make_policy
+from ..cache.store import BOUNCE_BYTES
 from ..errors import MemoryLimit, OptionError, WeightsError
 from ..models.config import ModelConfig, read_config
 from ..models.decoder import product_dtype

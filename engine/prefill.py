@@ -6,8 +6,9 @@ hidden states are updated in place; no tensor has a row per token and a column p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from .attention import SlidingMask, decode_attention, prefill_attention
 from .sequence import Sequence
 
 OnChunk = Callable[[int, int, int], None]  # (layer, tokens of this layer done, tokens of the piece)
+Result = TypeVar("Result")
+Reading = Generator[tuple[int, int, int], None, Result]  # stops with what OnChunk is told
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Piece:
         return [(start, min(start + self.chunk, self.tokens)) for start in range(0, self.tokens, self.chunk)]
 
 
-def read(
+def reading(
     decoder: Decoder,
     arena: Arena,
     sequence: Sequence,
@@ -53,9 +56,11 @@ def read(
     policy: Policy,
     window: int,
     chunk: int,
-    on_chunk: OnChunk | None = None,
-) -> Tensor:
+) -> Reading[Tensor]:
     """Feed `ids` int64 `[tokens]` to the sequence in the arena. Returns the last hidden state `[1, hidden]`.
+
+    A generator that stops after each (layer, chunk) with what `OnChunk` is told. In between other sequences may be
+    decoded, in this arena's store too: the piece touches nothing outside the arena's span.
 
     Afterwards every layer's rows hold what the policy kept of the old rows and the new tokens, within the sequence's
     budget, packed to the left (`Arena.finish` makes room for decoding). The sequence's ids are extended. If anything
@@ -72,12 +77,39 @@ def read(
     for index in range(layers):
         staged = arena.stage(index, piece.tokens, piece.first)
         if index == layers - 1:
-            hidden = _last_layer(decoder, index, hidden, staged, piece, sequence, window, on_chunk)
+            hidden = yield from _last_layer(decoder, index, hidden, staged, piece, sequence, window)
         else:
-            _whole_layer(decoder, index, hidden, staged, piece, sequence, on_chunk)
+            yield from _whole_layer(decoder, index, hidden, staged, piece, sequence)
         _keep(decoder, arena, sequence, staged, index, piece, policy, cascade, window)
     sequence.ids.extend(ids.tolist())
     return hidden
+
+
+def read(
+    decoder: Decoder,
+    arena: Arena,
+    sequence: Sequence,
+    ids: Tensor,
+    *,
+    policy: Policy,
+    window: int,
+    chunk: int,
+    on_chunk: OnChunk | None = None,
+) -> Tensor:
+    """`reading` without a pause."""
+    return read_through(reading(decoder, arena, sequence, ids, policy=policy, window=window, chunk=chunk), on_chunk)
+
+
+def read_through(steps: Reading[Result], on_chunk: OnChunk | None = None) -> Result:
+    """Run a reading to its end, telling `on_chunk` of each (layer, chunk). Returns what it returns."""
+    while True:
+        try:
+            done = next(steps)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+        if on_chunk:
+            on_chunk(*done)
 
 
 def read_all(decoder: Decoder, arena: Arena, sequence: Sequence, ids: Tensor, *, chunk: int) -> Tensor:
@@ -87,7 +119,7 @@ def read_all(decoder: Decoder, arena: Arena, sequence: Sequence, ids: Tensor, *,
     hidden = decoder.embed(ids)
     for index in range(decoder.config.num_layers):
         staged = arena.stage(index, piece.tokens, piece.first)
-        _whole_layer(decoder, index, hidden, staged, piece, sequence, None)
+        read_through(_whole_layer(decoder, index, hidden, staged, piece, sequence))
     return hidden
 
 
@@ -108,11 +140,11 @@ def _whole_layer(
     staged: Staged,
     piece: Piece,
     sequence: Sequence,
-    on_chunk: OnChunk | None,
-) -> None:
+) -> Reading[None]:
     """One decoder layer over all tokens, in place in `hidden`."""
-    layer, sliding = decoder.for_products(index), decoder.config.sliding_windows[index]
+    sliding = decoder.config.sliding_windows[index]
     for start, end in piece.chunks():
+        layer = decoder.for_products(index)  # asked for again: a decode step may have widened another one meanwhile
         span = hidden[start:end]
         normed = decoder.attention_norm(layer, span, piece.work)
         cos, sin = piece.cos[start:end], piece.sin[start:end]
@@ -123,8 +155,7 @@ def _whole_layer(
         attended = _attend_chunk(queries, staged, start, end, piece, decoder.scale, sliding)
         span += decoder.attention_output(layer, attended, piece.work)
         span += decoder.mlp(layer, decoder.mlp_norm(layer, span, piece.work), piece.work)
-        if on_chunk:
-            on_chunk(index, end, piece.tokens)
+        yield index, end, piece.tokens
 
 
 def _last_layer(
@@ -135,16 +166,16 @@ def _last_layer(
     piece: Piece,
     sequence: Sequence,
     window: int,
-    on_chunk: OnChunk | None,
-) -> Tensor:
+) -> Reading[Tensor]:
     """The last layer where only the next token matters: keys of all, queries of the window, the rest of one token."""
-    layer, sliding = decoder.for_products(index), decoder.config.sliding_windows[index]
+    sliding = decoder.config.sliding_windows[index]
     for start, end in piece.chunks():
+        layer = decoder.for_products(index)
         normed = decoder.attention_norm(layer, hidden[start:end], piece.work)
         cos, sin = piece.cos[start:end], piece.sin[start:end]
         _write_keys_values(decoder, layer, normed, staged, start, cos, sin, piece.work)
-        if on_chunk:
-            on_chunk(index, end, piece.tokens)
+        yield index, end, piece.tokens
+    layer = decoder.for_products(index)
     start = max(0, piece.tokens - (1 if sequence.ring is None else window))
     normed = decoder.attention_norm(layer, hidden[start:])
     queries = decoder.queries(layer, normed, piece.cos[start:], piece.sin[start:])

@@ -24,24 +24,16 @@ from ..models.rope import Rotary
 from . import precision, prefill
 from .generation import GenerationConfig
 from .memory import first_budget
-from .results import TokenLogprobs
-from .sampling import History, choose, log_probabilities
+from .picker import Picker, Token
 from .sequence import Checkpoint, QueryRing, Sequence
 from .stepper import OnWait, Step, make_step
 from .tenancy import Tenancy
 
 log = logging.getLogger(__name__)
 
+__all__ = ["OnChunk", "Runner", "Timing", "Token", "room_for_reply"]
+
 OnChunk = Callable[[int, int, int], None]
-
-
-@dataclass(frozen=True)
-class Token:
-    """One generated token; `finish_reason` says why the reply ends with it, if it does (a stop token is not text)."""
-
-    id: int
-    logprobs: TokenLogprobs | None
-    finish_reason: str | None
 
 
 @dataclass
@@ -210,33 +202,37 @@ class Runner:
             timing.lengths = tuple(tuple(int(n) for n in row) for row in self.tenancy.arena.length)
             if limit > 1:
                 self.step.prepare(self.tenancy.arena, sequence, window=self.cache.window, on_wait=on_wait)
-        history = None
-        if generation.penalises:
-            history = History(self.decoder.config.vocab_size, sequence.ids, self.decoder.device)
-        for index in range(limit):
+        picker = self.picker(sequence, generation, limit, stop_ids)
+        for _ in range(limit):
             started = time.perf_counter()
-            logits = self._without_unused(logits)
-            logprobs = None
             with self._one_thread():
-                token = choose(logits, generation, history, generation.seed or 0, index, valid=self.valid_ids)
-                if generation.logprobs is not None:
-                    logprobs = log_probabilities(logits, token, generation.logprobs, valid=self.valid_ids)
-            reason = "stop" if token in stop_ids else "length" if index == limit - 1 else None
+                token = picker.pick(logits)
             timing.decode_s += time.perf_counter() - started
-            if reason == "stop":
-                timing.finished_by = token
-            yield Token(token, logprobs, reason)
-            if reason:
+            if token.finish_reason == "stop":
+                timing.finished_by = token.id
+            yield token
+            if token.finish_reason:
                 return
-            if history is not None:
-                history.add(token)
             started = time.perf_counter()
             with self._alone():
                 self.tenancy.activate(sequence)
                 with self._whole(sequence), torch.inference_mode():
-                    logits = self.step(self.tenancy.arena, sequence, token, window=self.cache.window)
+                    logits = self.step(self.tenancy.arena, sequence, token.id, window=self.cache.window)
             timing.decode_s += time.perf_counter() - started
             timing.decode_steps += 1
+
+    def picker(self, sequence: Sequence, generation: GenerationConfig, limit: int, stop_ids: frozenset[int]) -> Picker:
+        """What chooses a reply's tokens; all of the sequence's ids so far count as its prompt."""
+        return Picker(
+            generation,
+            limit,
+            stop_ids=stop_ids,
+            prompt_ids=sequence.ids,
+            vocab_size=self.decoder.config.vocab_size,
+            valid=self.valid_ids,
+            unused=self.unused,
+            device=self.decoder.device,
+        )
 
     @torch.inference_mode()
     def feed(self, sequence: Sequence, ids: list[int], new_tokens: int, *, on_chunk: OnChunk | None = None) -> Tensor:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from cake_infer.cache import arena as arena_module
+from cake_infer.cache import store as store_module
 from cake_infer.cache.arena import Arena
 from cake_infer.cache.layout import ArenaLayout, ArenaSize, arena_bytes, arena_size, kept_limit
 from cake_infer.errors import MemoryLimit
@@ -30,7 +30,7 @@ def owned(arena):
 def poison(arena):
     """Every byte that no row owns becomes one of a NaN, in any float dtype."""
     rows = owned(arena)
-    for raw, table in ((arena._k, arena.keys), (arena._v, arena.values)):
+    for raw, table in ((arena.store.k, arena.keys), (arena.store.v, arena.values)):
         count = min(rows.numel(), table.shape[0])
         saved = table[:count][rows[:count]]
         raw.fill_(0xFF)
@@ -60,7 +60,7 @@ class ArenaMachine(RuleBasedStateMachine):
         seed=st.integers(0, 99),
     )
     def make(self, layers, heads, dim, dtypes, bounce, seed):
-        self.bounce_bytes, arena_module.BOUNCE_BYTES = arena_module.BOUNCE_BYTES, bounce
+        self.bounce_bytes, store_module.BOUNCE_BYTES = store_module.BOUNCE_BYTES, bounce
         self.layout = ArenaLayout(layers, heads, dim, *dtypes)
         self.random = torch.Generator().manual_seed(seed)
         self.arena = Arena(self.layout, ArenaSize(0, 0, 0))
@@ -73,7 +73,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "bounce_bytes"):
-            arena_module.BOUNCE_BYTES = self.bounce_bytes
+            store_module.BOUNCE_BYTES = self.bounce_bytes
 
     # -- reading a piece ----------------------------------------------------------------------------------------------
 
@@ -260,9 +260,10 @@ class ArenaMachine(RuleBasedStateMachine):
     def the_bounce_buffer_stays_small(self):
         if hasattr(self, "arena"):
             slot = self.layout.head_dim * 4
-            assert self.arena._bounce.numel() <= max(arena_module.BOUNCE_BYTES, slot)
+            assert self.arena.store._bounce.numel() <= max(store_module.BOUNCE_BYTES, slot)
             assert self.arena.nbytes == sum(
-                table.nbytes for table in (self.arena._k, self.arena._v, self.arena.position, self.arena.score)
+                table.nbytes
+                for table in (self.arena.store.k, self.arena.store.v, self.arena.position, self.arena.score)
             )
 
 
@@ -322,4 +323,4 @@ def test_an_arena_says_how_many_bytes_it_takes():
     layout = ArenaLayout(3, 2, 8, BF16, F32)
     size = arena_size(layout, budget=16, tokens=100, new_tokens=4)
     arena = Arena(layout, size)
-    assert arena.nbytes == arena_bytes(layout, size) == 2 * arena._k.nbytes + 8 * arena.position.numel()
+    assert arena.nbytes == arena_bytes(layout, size) == 2 * arena.store.k.nbytes + 8 * arena.position.numel()

@@ -188,9 +188,9 @@ def model_folder(
 @pytest.fixture
 def force(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[int]], list[Tensor]]:
     """A function that makes every reply the ids given to it (for as long as they last); returns each step's logits."""
-    from cake_infer.engine import runner
+    from cake_infer.engine import picker
 
-    choose = runner.choose
+    choose = picker.choose
 
     def forced(ids: list[int]) -> list[Tensor]:
         seen: list[Tensor] = []
@@ -200,7 +200,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[int]], list[Tensor]
             seen.append(logits.clone())
             return coming.pop(0) if coming else choose(logits, *arguments, **options)
 
-        monkeypatch.setattr(runner, "choose", next_id)
+        monkeypatch.setattr(picker, "choose", next_id)
         return seen
 
     return forced
