@@ -141,14 +141,14 @@ class Arena:
 
     # -- reading a piece of text --------------------------------------------------------------------------------------
 
-    def begin(self, kept_tokens: int) -> None:
+    def begin(self, kept_slots: int) -> None:
         """Make ready to read a piece: what is held waits at the right end of the kept region.
 
-        `kept_tokens` is how many tokens per KV head the new rows may hold at once, over all layers (B = C * L).
+        `kept_slots` is how many slots the new rows may hold at once, over all layers and heads (see `kept_limit`).
         """
         self._read = self.layout.num_layers
         self._slide()  # first to the left, so that on the way to the right no row runs over another
-        self._kept_end = end = kept_tokens * self.layout.num_kv_heads + self._packed_end
+        self._kept_end = end = kept_slots + self._packed_end
         self._packed_end, self._read = 0, 0
         for layer, head in reversed(self._in_order()):
             end -= int(self.length[layer, head])
@@ -283,13 +283,9 @@ class Arena:
         end = self.first
         for layer in range(self._read):
             lengths = self.length[layer]
-            if self._slide_layer(layer, end):
-                end += int(lengths.sum())
-                continue
-            for head, length in enumerate(lengths.tolist()):
-                self.store.move(int(self.offset[layer, head]), end, length)
-                self.offset[layer, head], self.capacity[layer, head] = end, length
-                end += length
+            if not self._slide_layer(layer, end):
+                self._slide_rows(layer, end)
+            end += int(lengths.sum())
         self._packed_end = end
 
     def _slide_layer(self, layer: int, target: int) -> bool:
@@ -309,6 +305,15 @@ class Arena:
         self.offset[layer] = target + length * np.arange(heads)
         self.capacity[layer] = length
         return True
+
+    def _slide_rows(self, layer: int, target: int) -> None:
+        """Slide the rows of a layer of any lengths: all of them together, so that many short rows take few copies."""
+        lengths, offsets = self.length[layer], self.offset[layer]
+        starts = target + np.cumsum(lengths) - lengths
+        if (starts != offsets).any():
+            slots = np.arange(target, target + int(lengths.sum()))
+            self.store.pack(torch.from_numpy(slots + np.repeat(offsets - starts, lengths)), target)
+        self.offset[layer], self.capacity[layer] = starts, lengths
 
     def _gather(self, source: Tensor, chosen: Tensor, target: Tensor) -> None:
         """`target[i] = source[chosen[i]]` for `[columns, head_dim]`, in tiles where the dtype changes on the way."""

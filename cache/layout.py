@@ -65,27 +65,29 @@ def arena_size(
     hold: bool = False,
     held: int = 0,
     held_longest: int = 0,
+    late: bool = False,
 ) -> ArenaSize:
     """Slots that reading `tokens` and then decoding `new_tokens` needs, exactly.
 
-    `budget` is C in tokens per layer and KV head (None keeps everything); `held` and `held_longest` are the sum over
-    layers and the largest of what a continued sequence already keeps, in tokens per KV head.
+    `budget` is C in tokens per layer and KV head (None keeps everything); `held` is how many slots a continued sequence
+    holds in all, `held_longest` the length of its longest row. `late`: nothing is evicted before all layers are read.
     """
-    layers, longest = layout.num_layers, held_longest + tokens
-    kept = kept_limit(layers, budget=budget, tokens=tokens, held=held)
+    rows, longest = layout.num_layers * layout.num_kv_heads, held_longest + tokens
+    kept = kept_limit(rows, budget=budget, tokens=tokens, held=held)
     if not hold:
-        decode = kept + layers * new_tokens
+        decode = kept + rows * new_tokens
     else:
         # Until the budget is reached a held row grows; one more slot per row takes the newcomer (see engine/decode.py).
         limit = longest + new_tokens if budget is None else min(budget, longest + new_tokens)
-        decode = max(kept, layers * limit) + layers
-    return ArenaSize(*(layout.num_kv_heads * n for n in (kept + held, longest, decode)))
+        decode = max(kept, rows * limit) + rows
+    reading = kept_limit(rows, budget=None if late else budget, tokens=tokens, held=held)
+    return ArenaSize(reading + held, layout.num_kv_heads * longest, decode)
 
 
-def kept_limit(layers: int, *, budget: int | None, tokens: int, held: int) -> int:
-    """The most tokens per KV head that all layers together keep of what they hold and a new piece of `tokens`."""
-    everything = held + layers * tokens
-    return everything if budget is None else min(everything, layers * budget)
+def kept_limit(rows: int, *, budget: int | None, tokens: int, held: int) -> int:
+    """The most slots that all rows together keep of the `held` slots and `tokens` new ones for each row."""
+    everything = held + rows * tokens
+    return everything if budget is None else min(everything, rows * budget)
 
 
 def budget_within(
@@ -112,7 +114,7 @@ def budget_within(
             tokens=tokens,
             new_tokens=new_tokens,
             hold=hold,
-            held=layout.num_layers * held,
+            held=layout.num_layers * layout.num_kv_heads * held,
             held_longest=held,
         )
         return arena_bytes(layout, size)

@@ -291,8 +291,8 @@ def row_order(
     if len(valid) != kv_heads or len(wanted) != kv_heads or any(k > v for k, v in zip(wanted, valid, strict=True)):
         raise ValueError(f"cannot keep {wanted} of {valid} columns in {kv_heads} heads")
     # One integer per column: the score's bits in an order of integers (+ 0 joins the two zeros), then the position.
-    bits = (indicator.float() + 0.0).masked_fill(positions >= window_start, math.inf).view(torch.int32)
-    rank = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    bits = (indicator.float() + 0.0).view(torch.int32)
+    rank = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).masked_fill_(positions >= window_start, 0x7FFFFFFF).long()
     key = (rank << 32) + (0x7FFFFFFF - positions.long())
     if any(length < n for length in valid):
         columns = torch.arange(n, device=key.device)

@@ -59,6 +59,20 @@ class Store:
                 bounce.copy_(table[source + start : source + start + size])
                 table[target + start : target + start + size] = bounce
 
+    def pack(self, sources: Tensor, target: int) -> None:
+        """Move the slots `sources`, int64 and rising, to `target` and behind it; none of them to the right.
+
+        They are gathered in tiles; as none moves to the right, a tile's target holds nothing that is still to be read.
+        """
+        sources = sources.to(self.device)
+        for table in self.tables:
+            tile = max(1, self.bounce_bytes // (table.shape[1] * table.element_size()))
+            for at in range(0, len(sources), tile):
+                chosen = sources[at : at + tile]
+                bounce = self.bounce(table, len(chosen))
+                torch.index_select(table, 0, chosen, out=bounce)
+                table[target + at : target + at + len(chosen)] = bounce
+
     def bounce(self, table: Tensor, count: int) -> Tensor:
         """`[count, width]` of the one bounce buffer, in the table's dtype."""
         size = count * table.shape[1] * table.element_size()

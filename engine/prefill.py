@@ -10,11 +10,12 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..cache.arena import Arena, Staged
-from ..cache.cascade import Cascade
+from ..cache.cascade import Cascade, LayerClaim
 from ..cache.layout import kept_limit
 from ..cache.policies.base import Policy
 from ..cache.scores import LayerView, row_order
@@ -70,9 +71,10 @@ def reading(
     piece = _piece(decoder, sequence, ids, chunk)
     budget = sequence.budget
     evicting = policy.evicts and budget is not None and piece.total > budget
-    cascade = Cascade(layers, budget, window, policy.allocation) if evicting and budget is not None else None
-    held = int(arena.length.max(axis=1).sum())
-    arena.begin(kept_limit(layers, budget=budget if evicting else None, tokens=piece.tokens, held=held))
+    kv_heads = decoder.config.num_kv_heads
+    cascade = Cascade(layers, kv_heads, budget, window) if evicting and budget is not None else None
+    limit = budget if evicting else None
+    arena.begin(kept_limit(layers * kv_heads, budget=limit, tokens=piece.tokens, held=arena.kept_slots))
     hidden = decoder.embed(ids)  # [tokens, hidden]
     for index in range(layers):
         staged = arena.stage(index, piece.tokens, piece.first)
@@ -292,11 +294,33 @@ def _keep(
         lengths=None if staged.agree else staged.lengths,
     )
     scored = policy.score(view)
-    tokens = max(staged.lengths)
-    cap = min(tokens, sliding or tokens) - min(window, piece.total)
-    shares = cascade.add(scored.preference, max(cap, 0), tokens)
-    for earlier, share in enumerate(shares[:-1]):
-        arena.shrink(earlier, [min(share, int(n)) for n in arena.length[earlier]])
-    lengths = [min(shares[-1], length) for length in staged.lengths]
-    order = row_order(scored.indicator, staged.position, piece.total - window, staged.lengths, lengths)
-    arena.keep(index, staged, order, lengths, scored.indicator)
+    floor = min(window, piece.total)
+    chosen = _Chosen(scored.indicator, staged, piece.total - window, floor)
+    caps = tuple(max(min(length, sliding or length) - floor, 0) for length in staged.lengths)
+    weight = 1.0 if policy.allocation == "uniform" else scored.preference
+    *earlier, lengths = cascade.add(LayerClaim(floor, caps, weight, rank=chosen.rank))
+    for before, shares in enumerate(earlier):
+        arena.shrink(before, shares)
+    arena.keep(index, staged, chosen.order(lengths), lengths, scored.indicator)
+
+
+class _Chosen:
+    """The order in which a staged layer's columns are kept, made once, for as many as are asked for first."""
+
+    def __init__(self, indicator: Tensor, staged: Staged, window_start: int, floor: int) -> None:
+        self.indicator, self.staged, self.window_start, self.floor = indicator, staged, window_start, floor
+        self._order: Tensor | None = None
+
+    def order(self, lengths: list[int]) -> Tensor:
+        """int64 `[kv_heads, >= max(lengths)]`: columns, the most worth keeping first."""
+        if self._order is None:
+            staged = self.staged
+            self._order = row_order(self.indicator, staged.position, self.window_start, staged.lengths, lengths)
+        return self._order
+
+    def rank(self, limit: int) -> list[np.ndarray]:
+        """Per head the scores of its best columns before the window, at most `limit`, best first."""
+        lengths = [min(length, self.floor + limit) for length in self.staged.lengths]
+        order = self.order(lengths)[:, self.floor :].clamp_min(0)
+        ranked = self.indicator.gather(1, order).cpu().numpy()
+        return [row[: length - self.floor] for row, length in zip(ranked, lengths, strict=True)]

@@ -29,7 +29,7 @@ class Tenancy:
 
     def size_for(self, sequence: Sequence, budget: int | None, tokens: int, new_tokens: int) -> ArenaSize:
         """The arena that reading `tokens` more and writing `new_tokens` needs, for the active sequence."""
-        held = int(self.arena.length.max(axis=1).sum()) if sequence.total else 0
+        held = self.arena.kept_slots if sequence.total else 0
         evicting = budget is not None and sequence.total + tokens > budget
         return arena_size(
             self.layout,

@@ -86,8 +86,7 @@ class ArenaMachine(RuleBasedStateMachine):
     )
     def begin(self, tokens, budget, new, exact):
         lengths = self.arena.length
-        held, longest = int(lengths.max(axis=1).sum()), int(lengths.max())
-        layers = self.layout.num_layers
+        held, longest, rows = int(lengths.sum()), int(lengths.max()), lengths.size
         size = arena_size(self.layout, budget=budget, tokens=tokens, new_tokens=new, held=held, held_longest=longest)
         if exact or not self.arena.size.covers(size, self.layout):
             saved = self.arena.save()
@@ -95,10 +94,9 @@ class ArenaMachine(RuleBasedStateMachine):
             self.arena = Arena(self.layout, size)
             poison(self.arena)
             self.arena.load(saved)
-        self.limit = kept_limit(layers, budget=budget, tokens=tokens, held=held)
+        self.limit = kept_limit(rows, budget=budget, tokens=tokens, held=held)
         self.arena.begin(self.limit)
         self.layer, self.tokens, self.new, self.evicting = 0, tokens, new, budget is not None
-        self.shares = []
 
     @precondition(lambda self: self.layer is not None)
     @rule(data=st.data(), ragged=st.booleans(), drop=st.floats(0, 1))
@@ -132,25 +130,26 @@ class ArenaMachine(RuleBasedStateMachine):
             for head in range(heads):
                 self.rows[layer, head], self.scores[layer, head] = columns[head], [0.0] * len(columns[head])
             return self.read_next()
-        # The earlier layers give up what this one takes: shares never grow and stay within the limit.
-        share = data.draw(st.integers(0, min(self.limit, max(staged.lengths))))
-        over = sum(self.shares) + share - self.limit
-        for earlier in range(layer):
-            given = min(max(over, 0), self.shares[earlier])
-            if over <= 0 and drop > 0.8:
-                given = min(1, self.shares[earlier])
-            self.shares[earlier] -= given
-            over -= given
-            lengths = [min(self.shares[earlier], int(n)) for n in self.arena.length[earlier]]
-            if ragged and lengths[0]:
-                lengths[0] -= 1
-            self.arena.shrink(earlier, lengths)
-            for head, length in enumerate(lengths):
-                del self.rows[earlier, head][length:], self.scores[earlier, head][length:]
-        self.shares.append(share)
-        lengths = [min(share, length) for length in staged.lengths]
+        # The earlier layers give up what this one takes: rows never grow and stay within the limit.
         if ragged:
-            lengths = [data.draw(st.integers(0, length)) for length in lengths]
+            lengths = [data.draw(st.integers(0, length)) for length in staged.lengths]
+            while sum(lengths) > self.limit:
+                lengths[lengths.index(max(lengths))] -= 1
+        else:
+            share = data.draw(st.integers(0, min(self.limit // heads, min(staged.lengths))))
+            lengths = [share] * heads
+        over = sum(len(self.rows[row]) for row in self.rows if row[0] < layer) + sum(lengths) - self.limit
+        for earlier in range(layer):
+            held = [len(self.rows[earlier, head]) for head in range(heads)]
+            given = [max(over, 0)] * heads
+            if ragged:
+                for head in range(heads):
+                    given[head] = min(max(over - sum(given[:head]), int(drop > 0.8)), held[head])
+            smaller = [max(0, n - g) for n, g in zip(held, given, strict=True)]
+            over -= sum(held) - sum(smaller)
+            self.arena.shrink(earlier, smaller)
+            for head, length in enumerate(smaller):
+                del self.rows[earlier, head][length:], self.scores[earlier, head][length:]
         order = torch.full((heads, max(lengths)), -1, dtype=torch.int64)
         score = torch.randn(heads, staged.keys.shape[1], generator=self.random)
         for head, length in enumerate(lengths):
@@ -281,7 +280,7 @@ TestArena = ArenaMachine.TestCase
 
 def whole_piece(arena, tokens, budget, new, layers):
     """Read one piece in which every layer keeps its equal share, and make room for the reply."""
-    arena.begin(kept_limit(layers, budget=budget, tokens=tokens, held=int(arena.length.max(axis=1).sum())))
+    arena.begin(kept_limit(arena.length.size, budget=budget, tokens=tokens, held=arena.kept_slots))
     for layer in range(layers):
         staged = fill(arena, layer, tokens, 0, torch.Generator().manual_seed(layer))
         length = min(budget, staged.lengths[0])

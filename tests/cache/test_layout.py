@@ -52,7 +52,7 @@ def test_without_a_budget_everything_is_kept():
 
 @pytest.mark.parametrize(("held", "tokens", "new"), list(product([[10, 10, 10], [1, 27, 2]], [1, 500], [1, 300])))
 def test_a_continued_piece_is_read_beside_what_is_held(held, tokens, new):
-    size = arena_size(LAYOUT, budget=10, tokens=tokens, new_tokens=new, held=sum(held), held_longest=max(held))
+    size = arena_size(LAYOUT, budget=10, tokens=tokens, new_tokens=new, held=K * sum(held), held_longest=max(held))
     kept = min(sum(held) + L * tokens, L * 10)
     assert table_slots(size) == K * max(kept + sum(held) + max(held) + tokens, kept + L * new)
     assert table_slots(size) <= K * (L * 10 + sum(held) + max(max(held) + tokens, L * new))
@@ -106,7 +106,9 @@ def test_the_budget_of_a_conversation_leaves_room_to_read_a_turn_beside_what_is_
         held = budget if hold else budget + 16
         return arena_bytes(
             LAYOUT,
-            arena_size(LAYOUT, budget=budget, tokens=20, new_tokens=16, hold=hold, held=L * held, held_longest=held),
+            arena_size(
+                LAYOUT, budget=budget, tokens=20, new_tokens=16, hold=hold, held=K * L * held, held_longest=held
+            ),
         )
 
     assert need(found) <= limit < need(found + 1)

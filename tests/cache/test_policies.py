@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cake_infer.cache.cascade import Cascade
+from cake_infer.cache.cascade import Cascade, LayerClaim
 from cake_infer.cache.config import CacheConfig
 from cake_infer.cache.policies import POLICIES, PolicyModel, make_policy
 from cake_infer.cache.policies.cake import CakePolicy, preference, table_taus
@@ -103,7 +103,7 @@ def test_the_registry_makes_every_policy_it_names() -> None:
         score = policy.score(make_view())
         assert score.indicator.shape == (2, 60)
         assert score.indicator.dtype == torch.float32
-        Cascade(2, 64, 8, policy.allocation).add(score.preference, 52, 60)
+        Cascade(2, 1, 64, 8).add(LayerClaim(8, (52,), score.preference))
     with pytest.raises(OptionError, match="cake, full"):
         make_policy(replace(CacheConfig(), policy="h2o"), UNKNOWN, 64)
 
@@ -144,7 +144,7 @@ def degenerate_views() -> dict[str, LayerView]:
 @pytest.mark.parametrize("tau", [0.05, 1.0, 20.0])
 def test_degenerate_attention_yields_finite_budgets_that_are_used_up(tau: float) -> None:
     views = degenerate_views()
-    cascade = Cascade(len(views), 20, 8)
+    cascade = Cascade(len(views), 1, 20, 8)
     capacity = []
     for name, view in views.items():
         score = CakePolicy(tau1=tau, tau2=tau).score(view)
@@ -154,7 +154,8 @@ def test_degenerate_attention_yields_finite_budgets_that_are_used_up(tau: float)
         assert before.isfinite().all(), name
         assert (before >= 0).all(), name
         capacity.append(view.total)
-        lengths = cascade.add(score.preference, view.total - 8, view.total)
+        floor = min(8, view.total)
+        lengths = [row[0] for row in cascade.add(LayerClaim(floor, (view.total - floor,), score.preference))]
     assert all(min(8, total) <= length <= total for total, length in zip(capacity, lengths, strict=True))
     assert sum(lengths) == sum(min(8, total) for total in capacity) + 12 * len(views)
 
@@ -163,10 +164,10 @@ def test_degenerate_attention_yields_finite_budgets_that_are_used_up(tau: float)
 def test_layers_without_dispersion_or_shift_share_uniformly(case: str) -> None:
     score = CakePolicy().score(degenerate_views()[case])
     assert score.preference == 0
-    cascade = Cascade(3, 20, 8)
+    cascade = Cascade(3, 1, 20, 8)
     for _ in range(3):
-        lengths = cascade.add(score.preference, 92, 100)
-    assert lengths == [20, 20, 20]
+        lengths = cascade.add(LayerClaim(8, (92,), score.preference))
+    assert lengths == [[20], [20], [20]]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
