@@ -27,6 +27,7 @@ EXIT_CODES = (
 COMMANDS = {
     "chat": ("repl", "a conversation at the terminal"),
     "plan": ("plan", "what a run takes in memory, without loading the model"),
+    "policies": ("policies", "the eviction methods: what each reads, costs and can be told"),
     "models": ("models", "the models that have a short name, and which are on this machine"),
     "import-gguf": ("import_gguf", "turn a GGUF file into a model folder"),
 }

@@ -44,6 +44,7 @@ class Staged:
     keys: Tensor  # [kv_heads, columns, head_dim], compute dtype
     values: Tensor  # [kv_heads, columns, head_dim]
     position: Tensor  # int32 [kv_heads, columns]
+    score: Tensor  # fp32 [kv_heads, columns]: what was stored with the held tokens, 0 for new ones
     held: tuple[int, ...]  # kept tokens in front of the new ones, per KV head
     tokens: int
 
@@ -169,15 +170,19 @@ class Arena:
         keys = self.store.k[start:end].view(layout.staging_dtype).view(shape)
         values = self.store.v[start:end].view(layout.staging_dtype).view(shape)
         position = self.position[self._kept_end : self._kept_end + count].view(shape[:2])
+        score = self.score[self._kept_end : self._kept_end + count].view(shape[:2])
         fresh = torch.arange(first_position, first_position + tokens, dtype=torch.int32, device=self.device)
         for head, length in enumerate(held):
             if length:
                 old_keys, old_values, old_position = self.row(layer, head)
                 keys[head, :length], values[head, :length] = old_keys, old_values
                 position[head, :length] = old_position
+                offset = int(self.offset[layer, head])
+                score[head, :length] = self.score[offset : offset + length]
             position[head, length : length + tokens] = fresh
+            score[head, length : length + tokens] = 0.0
         self.length[layer], self.capacity[layer] = 0, 0
-        return Staged(keys, values, position, held, tokens)
+        return Staged(keys, values, position, score, held, tokens)
 
     def shrink(self, layer: int, lengths: tuple[int, ...] | list[int]) -> None:
         """Cut a compacted layer's rows to `lengths` (per KV head). Rows are in order of worth: only lengths change."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import OptionError
 from .budget import DEFAULT_BUDGET, Budget, check_budget, parse_bytes
-from .policies import POLICIES
+from .method import parse_given
+from .policies import POLICIES, Choice, choose
 
 DECODE_POLICIES = ("grow", "hold")
 KV_DTYPES = ("float32", "bfloat16", "float16")
@@ -21,7 +23,9 @@ class CacheConfig:
 
     budget: tokens per layer and KV head on average, window included (1024, "1024"), or a percentage of the first
         prompt ("3.2%").
-    policy: what decides which rows stay, see `cache.policies`.
+    policy: what decides which rows stay, see `cache.policies` and `cake-infer policies`.
+    indicator, allocation, heads: another indicator, sharing over layers or rule over heads than the policy's own.
+    policy_options: parameters of these, by name: {"sinks": 4} or ("sinks=4",).
     window: the last tokens that are always kept and whose queries vote.
     decode_policy: "grow" keeps new tokens until the reserved room is used, "hold" replaces the least wanted row.
     kv_memory: the whole arena, bookkeeping included ("512MiB"), or None for what the budget needs.
@@ -40,6 +44,10 @@ class CacheConfig:
     tau2: float | None = None
     gamma: float = DEFAULT_GAMMA
     pool: int = DEFAULT_POOL
+    indicator: str | None = None
+    allocation: str | None = None
+    heads: str | None = None
+    policy_options: tuple[str, ...] | Mapping[str, object] = ()
 
     def __post_init__(self) -> None:
         _check_choice("policy", self.policy, POLICIES)
@@ -55,13 +63,41 @@ class CacheConfig:
             raise OptionError(f"gamma must be a number of at least 0, not {self.gamma!r}")
         if not _is_int(self.pool) or self.pool < 1 or self.pool % 2 == 0:
             raise OptionError(f"the pooling width must be an odd whole number of at least 1, not {self.pool!r}")
+        given = parse_given(self.policy_options)
+        object.__setattr__(self, "policy_options", tuple(f"{name}={value}" for name, value in given.items()))
         if self.policy == "full":
             self._refuse_unused()
+        else:
+            self._choose()
         budget = Budget.parse(self.budget)
         if budget.count is not None:
             check_budget(budget.count, self.window)
         if self.kv_memory is not None:
             parse_bytes(self.kv_memory)
+
+    @property
+    def choice(self) -> Choice | None:
+        """The parts that the names mean; None for the full cache."""
+        return None if self.policy == "full" else self._choose()
+
+    def _choose(self) -> Choice:
+        options = parse_given(self.policy_options)
+        fields = {
+            "tau1": self.tau1,
+            "tau2": self.tau2,
+            "gamma": self.gamma if self.gamma != DEFAULT_GAMMA else None,
+            "pool": self.pool if self.pool != DEFAULT_POOL else None,
+        }
+        for name, value in fields.items():
+            if value is not None and options.setdefault(name, value) is not value:
+                raise OptionError(f"{name} is given twice, as itself and as a policy option")
+        return choose(
+            self.policy,
+            indicator=self.indicator,
+            allocation=self.allocation,
+            heads=self.heads,
+            options=options,
+        )
 
     def _refuse_unused(self) -> None:
         """No option is accepted and then not applied: these mean nothing to the policy full."""
@@ -70,10 +106,14 @@ class CacheConfig:
             "tau2": self.tau2 is not None,
             "gamma": self.gamma != DEFAULT_GAMMA,
             "pool": self.pool != DEFAULT_POOL,
+            "indicator": self.indicator is not None,
+            "allocation": self.allocation is not None,
+            "heads": self.heads is not None,
+            "policy_options": bool(self.policy_options),
         }
         for name, is_given in given.items():
             if is_given:
-                raise OptionError(f"{name} belongs to the policy cake and the policy is {self.policy}: leave it out")
+                raise OptionError(f"{name} has no effect with the policy full, which keeps everything: leave it out")
         if self.decode_policy == "grow" and Budget.parse(self.budget) != Budget(count=DEFAULT_BUDGET):
             raise OptionError(f"the policy {self.policy} keeps everything, a budget has no effect: leave it out")
 

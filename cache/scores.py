@@ -9,47 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
+
+from .view import LayerView, is_in_order
 
 # A hidden column's logit. Finite, because 0 * -inf is not a number and a tile may be hidden altogether.
 _HIDDEN = -1e30
 # Floats in a tile [query_rows, columns]: two of them fit in the second level cache of a core.
 _TILE_FLOATS = 1 << 17
-
-
-@dataclass(frozen=True)
-class LayerView:
-    """One layer's rows and the queries that vote on them. Columns may be in any order of position.
-
-    keys: `[kv_heads, n, head_dim]`, any float dtype, rotated. positions: int `[kv_heads, n]`, unique within a head.
-    queries: `[heads, r, head_dim]`, rotated, of the last `r <= window` tokens. query_positions: int `[r]`, theirs.
-    scale: what `q . k` is multiplied by. sliding_window: a query at `p` sees positions above `p - sliding_window`.
-    total: true number of tokens so far; window columns are those with `position >= total - window`.
-    lengths: how many of the `n` columns of each head are valid (the first ones); None for all. The rest is never read.
-    """
-
-    layer: int
-    keys: Tensor
-    positions: Tensor
-    queries: Tensor
-    query_positions: Tensor
-    window: int
-    scale: float
-    sliding_window: int | None
-    total: int
-    lengths: tuple[int, ...] | None = None
-
-    @property
-    def window_start(self) -> int:
-        """The first position of the window."""
-        return max(0, self.total - self.window)
-
-    @property
-    def columns(self) -> tuple[int, ...]:
-        """Valid columns of each KV head."""
-        return (self.keys.shape[1],) * self.keys.shape[0] if self.lengths is None else self.lengths
 
 
 @dataclass(frozen=True)
@@ -109,12 +79,17 @@ def cake_statistics(view: LayerView, gamma: float, pool: int) -> CakeStatistics:
     return CakeStatistics(indicator, dispersion, shift)
 
 
-def is_in_order(view: LayerView) -> bool:
-    """Whether the columns of every head are positions 0, 1, .., n - 1: the prefill of a whole prompt."""
-    n = view.keys.shape[1]
-    if n != view.total or any(length != n for length in view.columns):
-        return False
-    return bool((view.positions == torch.arange(n, device=view.positions.device)).all())
+def layer_statistics(view: LayerView, gamma: float | None = None, pool: int = 5) -> CakeStatistics:
+    """`cake_statistics`, worked out once for a layer that both indicator and allocation ask about.
+
+    Without `gamma` any pass will do: dispersion and shift do not depend on it.
+    """
+    known = view.memo.get("cake")
+    if known is not None and (gamma is None or known[0] == (gamma, pool)):
+        return cast(CakeStatistics, known[1])
+    statistics = cake_statistics(view, gamma or 0.0, pool)
+    view.memo["cake"] = ((gamma or 0.0, pool), statistics)
+    return statistics
 
 
 def _tile_columns(view: LayerView) -> int:

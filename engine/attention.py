@@ -13,14 +13,22 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 def prefill_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, *, scale: float, past: int, sliding: SlidingMask | None = None
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    past: int,
+    sliding: SlidingMask | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of a chunk, aligned to the end of the keys. Returns `[heads, q_len, head_dim]`.
 
     The first `past` keys come before every query; the rest, ``kv_len - past == q_len`` of them, are the chunk's own.
     torch's `is_causal` is aligned to the top left corner, so the two parts are computed apart, each without a mask,
     and combined by their log-sum-exp: nothing above the diagonal blocks is computed. With `sliding` a key is visible
-    if it lies within the window by position, and one masked call is made.
+    if it lies within the window by position, and one masked call is made. `lse` fp32 `[heads, q_len]`, where given and
+    nothing slides, gets the log-sum-exp of every query's logits.
     """
     heads, q_len, head_dim = queries.shape
     kv_heads = keys.shape[0]
@@ -33,11 +41,15 @@ def prefill_attention(
         )
         return out.reshape(heads, q_len, head_dim)
     own, own_lse = _attend(grouped, keys[:, past:], values[:, past:], scale, causal=True)
+    total = own_lse
     if past:
         before, before_lse = _attend(grouped, keys[:, :past], values[:, :past], scale, causal=False)
+        total = own_lse if lse is None else torch.logaddexp(own_lse, before_lse)
         # softmax over both parts: the share of each part is the sigmoid of the difference of their log-sum-exps
         torch.lerp(before, own, torch.sigmoid(own_lse - before_lse).unsqueeze(-1).to(own.dtype), out=own)
         del before  # so that no third array of this size is alive below
+    if lse is not None:
+        lse.copy_(total.reshape(heads, q_len))
     return own.reshape(heads, q_len, head_dim)
 
 
@@ -62,6 +74,25 @@ def _attend(grouped: Tensor, keys: Tensor, values: Tensor, scale: float, *, caus
         grouped, keys, values, None, True, 0.0, causal, scale=scale
     )
     return out, lse[..., : grouped.shape[2]]
+
+
+def log_sum_exp(
+    queries: Tensor, keys: Tensor, positions: Tensor, query_position: Tensor, sliding: int | None, tile: int = 1024
+) -> Tensor:
+    """Log-sum-exp `[group, q_len]` of one KV head's logits, in tiles of columns, by position.
+
+    `queries` fp32, scaled, `[group, q_len, head_dim]`; `keys` `[n, head_dim]`; `positions` `[n]`; `query_position`
+    `[q_len]`.
+    """
+    total = queries.new_full(queries.shape[:2], float("-inf"))
+    for start in range(0, keys.shape[0], tile):
+        at = positions[None, start : start + tile]
+        hidden = at > query_position[:, None]
+        if sliding is not None:
+            hidden |= at <= query_position[:, None] - sliding
+        logits = torch.matmul(queries, keys[start : start + tile].float().t()).masked_fill_(hidden, float("-inf"))
+        total = torch.logaddexp(total, torch.logsumexp(logits, dim=-1))
+    return total
 
 
 class SlidingMask:

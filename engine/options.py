@@ -106,8 +106,19 @@ CACHE_FLAGS = {
     ),
     "kv_memory": Flag("the budget as the size of the whole KV arena instead (512MiB)", metavar="SIZE"),
     "policy": Flag(
-        "what is kept where the prompt is longer than the budget: cake (the tokens that matter), or full (all)",
+        "what is kept where the prompt is longer than the budget: cake (the tokens that matter), full (all), or a name "
+        "that `policies` lists",
         metavar="NAME",
+    ),
+    "indicator": Flag("what scores the tokens, in place of the policy's own; see `policies`", metavar="NAME"),
+    "allocation": Flag("how layers share the budget, in place of the policy's own; see `policies`", metavar="NAME"),
+    "heads": Flag("how the heads of a layer share, in place of the policy's own; see `policies`", metavar="NAME"),
+    "policy_options": Flag(
+        "a parameter of the policy's parts (sinks=4); may be given several times",
+        not_empty,
+        "NAME=VALUE",
+        name="--policy-option",
+        repeat=True,
     ),
     "window": Flag("the last tokens of the prompt, always kept, whose queries vote", positive_count, "N"),
     "decode_policy": Flag(

@@ -10,19 +10,20 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..cache.arena import Arena, Staged
-from ..cache.cascade import Cascade, LayerClaim
+from ..cache.cascade import Cascade
 from ..cache.layout import kept_limit
 from ..cache.policies.base import Policy
-from ..cache.scores import LayerView, row_order
+from ..cache.view import LayerView
 from ..models.decoder import Decoder, Layer
 from ..models.workspace import Workspace
-from .attention import SlidingMask, decode_attention, prefill_attention
+from .inputs import ALL_QUERIES, LayerInputs
+from .keeping import keep_best
 from .sequence import Sequence
+from .staged_attention import attend_chunk, attend_last
 
 OnChunk = Callable[[int, int, int], None]  # (layer, tokens of this layer done, tokens of the piece)
 Result = TypeVar("Result")
@@ -33,12 +34,14 @@ Reading = Generator[tuple[int, int, int], None, Result]  # stops with what OnChu
 class Piece:
     """What stays the same while one piece is read."""
 
+    ids: Tensor  # int64 [tokens]
     tokens: int
     first: int  # true position of the first token
     cos: Tensor  # fp32 [tokens, head_dim / 2]
     sin: Tensor
     chunk: int
     work: Workspace | None  # of one chunk; None on a GPU, where torch keeps what is freed
+    needs: frozenset[str] = frozenset()  # what the policy asks to know of every layer, if it evicts
 
     @property
     def total(self) -> int:
@@ -57,6 +60,7 @@ def reading(
     policy: Policy,
     window: int,
     chunk: int,
+    separators: frozenset[int] | None = None,
 ) -> Reading[Tensor]:
     """Feed `ids` int64 `[tokens]` to the sequence in the arena. Returns the last hidden state `[1, hidden]`.
 
@@ -68,9 +72,9 @@ def reading(
     raises on the way, the rows are spoilt: go back to a checkpoint, or drop the sequence.
     """
     layers = decoder.config.num_layers
-    piece = _piece(decoder, sequence, ids, chunk)
     budget = sequence.budget
-    evicting = policy.evicts and budget is not None and piece.total > budget
+    evicting = policy.evicts and budget is not None and sequence.total + ids.shape[0] > budget
+    piece = _piece(decoder, sequence, ids, chunk, policy.needs if evicting else frozenset())
     kv_heads = decoder.config.num_kv_heads
     cascade = Cascade(layers, kv_heads, budget, window) if evicting and budget is not None else None
     limit = budget if evicting else None
@@ -78,13 +82,18 @@ def reading(
     hidden = decoder.embed(ids)  # [tokens, hidden]
     for index in range(layers):
         staged = arena.stage(index, piece.tokens, piece.first)
-        if index == layers - 1:
+        inputs = _inputs(decoder, index, staged, piece) if cascade is not None else None
+        if index == layers - 1 and not piece.needs & ALL_QUERIES:
             hidden = yield from _last_layer(decoder, index, hidden, staged, piece, sequence, window)
         else:
-            yield from _whole_layer(decoder, index, hidden, staged, piece, sequence)
-        _keep(decoder, arena, sequence, staged, index, piece, policy, cascade, window)
+            yield from _whole_layer(decoder, index, hidden, staged, piece, sequence, inputs)
+        if cascade is None or inputs is None or sequence.ring is None:
+            arena.keep(index, staged, None, list(staged.lengths), None)
+            continue
+        view = _view(decoder, sequence, staged, index, piece, window, inputs, separators)
+        keep_best(arena, staged, view, policy.score(view), cascade)
     sequence.ids.extend(ids.tolist())
-    return hidden
+    return hidden[-1:]
 
 
 def read(
@@ -96,10 +105,12 @@ def read(
     policy: Policy,
     window: int,
     chunk: int,
+    separators: frozenset[int] | None = None,
     on_chunk: OnChunk | None = None,
 ) -> Tensor:
     """`reading` without a pause."""
-    return read_through(reading(decoder, arena, sequence, ids, policy=policy, window=window, chunk=chunk), on_chunk)
+    steps = reading(decoder, arena, sequence, ids, policy=policy, window=window, chunk=chunk, separators=separators)
+    return read_through(steps, on_chunk)
 
 
 def read_through(steps: Reading[Result], on_chunk: OnChunk | None = None) -> Result:
@@ -125,14 +136,14 @@ def read_all(decoder: Decoder, arena: Arena, sequence: Sequence, ids: Tensor, *,
     return hidden
 
 
-def _piece(decoder: Decoder, sequence: Sequence, ids: Tensor, chunk: int) -> Piece:
+def _piece(decoder: Decoder, sequence: Sequence, ids: Tensor, chunk: int, needs: frozenset[str] = frozenset()) -> Piece:
     assert sequence.rotary is not None, "a sequence gets its rotary frequencies before its first piece"
     tokens, first = ids.shape[0], sequence.total
     cos, sin = sequence.rotary.cos_sin(torch.arange(first, first + tokens, device=ids.device))
     work = None
     if ids.device.type == "cpu":
         work = Workspace(decoder.config, min(chunk, tokens), decoder.product_dtype, ids.device)
-    return Piece(tokens, first, cos, sin, chunk, work)
+    return Piece(ids, tokens, first, cos, sin, chunk, work, needs)
 
 
 def _whole_layer(
@@ -142,6 +153,7 @@ def _whole_layer(
     staged: Staged,
     piece: Piece,
     sequence: Sequence,
+    inputs: LayerInputs | None = None,
 ) -> Reading[None]:
     """One decoder layer over all tokens, in place in `hidden`."""
     sliding = decoder.config.sliding_windows[index]
@@ -150,12 +162,23 @@ def _whole_layer(
         span = hidden[start:end]
         normed = decoder.attention_norm(layer, span, piece.work)
         cos, sin = piece.cos[start:end], piece.sin[start:end]
+        if inputs is not None:
+            inputs.hidden(start, normed)
         _write_keys_values(decoder, layer, normed, staged, start, cos, sin, piece.work)
         queries = decoder.queries(layer, normed, cos, sin, piece.work)  # [heads, chunk, head_dim]
         if sequence.ring is not None and end > piece.tokens - sequence.ring.window:
             sequence.ring.write(index, piece.first + start, queries)
-        attended = _attend_chunk(queries, staged, start, end, piece, decoder.scale, sliding)
+        lse, before = None, None
+        if inputs is not None:
+            before = inputs.before(span)
+            if inputs.wants_log_sum_exp and (sliding is None or piece.total <= sliding):
+                lse = torch.empty(queries.shape[:2], device=queries.device)
+        attended = attend_chunk(queries, staged, start, end, piece.first, decoder.scale, sliding, lse)
+        if inputs is not None:
+            inputs.queries(queries, cos, sin, start, lse)
         span += decoder.attention_output(layer, attended, piece.work)
+        if inputs is not None:
+            inputs.after(before, span)
         span += decoder.mlp(layer, decoder.mlp_norm(layer, span, piece.work), piece.work)
         yield index, end, piece.tokens
 
@@ -183,7 +206,7 @@ def _last_layer(
     queries = decoder.queries(layer, normed, piece.cos[start:], piece.sin[start:])
     if sequence.ring is not None:
         sequence.ring.write(index, piece.first + start, queries)
-    attended = _attend_last(queries[:, -1], staged, piece, decoder.scale, sliding)
+    attended = attend_last(queries[:, -1], staged, piece.total, decoder.scale, sliding)
     last = hidden[-1:] + decoder.attention_output(layer, attended[:, None])
     last += decoder.mlp(layer, decoder.mlp_norm(layer, last))
     return last
@@ -212,76 +235,35 @@ def _write_keys_values(
         staged.keys[head, columns], staged.values[head, columns] = keys[head], values[head]
 
 
-def _attend_chunk(
-    queries: Tensor, staged: Staged, start: int, end: int, piece: Piece, scale: float, sliding: int | None
-) -> Tensor:
-    """Attention of a chunk's queries `[heads, chunk, head_dim]` over what is held and the tokens up to its end."""
-    if not staged.agree:
-        group = queries.shape[0] // len(staged.held)
-        parts = [
-            _attend_chunk(queries[head * group : (head + 1) * group], one, start, end, piece, scale, sliding)
-            for head, one in enumerate(_per_head(staged))
-        ]
-        return torch.cat(parts)
-    held = staged.held[0]
-    mask, low = None, 0
-    if sliding is not None and piece.total > sliding:
-        # Where no query of the chunk sees the piece's first token, none sees what is held, which is older.
-        unseen = max(0, start - sliding + 1)
-        low = held + unseen if unseen else 0
-        position = torch.arange(piece.first + start, piece.first + end, device=queries.device)
-        alike = 1 if unseen or not held else None  # new tokens have the same positions in every head
-        mask = SlidingMask(sliding, position, staged.position[:alike, low : held + end])
-    keys, values = staged.keys[:, low : held + end], staged.values[:, low : held + end]
-    return prefill_attention(queries, keys, values, scale=scale, past=held + start, sliding=mask)
+def _inputs(decoder: Decoder, index: int, staged: Staged, piece: Piece) -> LayerInputs:
+    config = decoder.config
+    return LayerInputs(
+        piece.needs,
+        staged,
+        first=piece.first,
+        scale=decoder.scale,
+        sliding=config.sliding_windows[index],
+        heads=config.num_heads,
+    )
 
 
-def _attend_last(queries: Tensor, staged: Staged, piece: Piece, scale: float, sliding: int | None) -> Tensor:
-    """Attention of the last token `[heads, head_dim]` over all columns."""
-    if not staged.agree:
-        group = queries.shape[0] // len(staged.held)
-        parts = [
-            _attend_last(queries[head * group : (head + 1) * group], one, piece, scale, sliding)
-            for head, one in enumerate(_per_head(staged))
-        ]
-        return torch.cat(parts)
-    hidden = None if sliding is None else staged.position <= piece.total - 1 - sliding
-    return decode_attention(queries, staged.keys, staged.values, scale=scale, hidden=hidden)[0]
-
-
-def _per_head(staged: Staged) -> list[Staged]:
-    """A staged layer whose heads hold unequal numbers of tokens, as one staged layer per head."""
-    ends = staged.lengths
-    return [
-        Staged(
-            staged.keys[head : head + 1, :end],
-            staged.values[head : head + 1, :end],
-            staged.position[head : head + 1, :end],
-            (staged.held[head],),
-            staged.tokens,
-        )
-        for head, end in enumerate(ends)
-    ]
-
-
-def _keep(
+def _view(
     decoder: Decoder,
-    arena: Arena,
     sequence: Sequence,
     staged: Staged,
     index: int,
     piece: Piece,
-    policy: Policy,
-    cascade: Cascade | None,
     window: int,
-) -> None:
-    """Deal the budget again over the layers read so far, shrink the earlier ones, and keep the best of this one."""
-    if cascade is None or sequence.ring is None:
-        arena.keep(index, staged, None, list(staged.lengths), None)
-        return
-    sliding = decoder.config.sliding_windows[index]
+    inputs: LayerInputs,
+    separators: frozenset[int] | None,
+) -> LayerView:
+    """The layer as the policy sees it: what it did not ask for is not there."""
+    assert sequence.ring is not None
+    assert sequence.rotary is not None
+    needs = piece.needs
     queries, query_position = sequence.ring.read(index, piece.total)
-    view = LayerView(
+    device = staged.keys.device
+    return LayerView(
         layer=index,
         keys=staged.keys,
         positions=staged.position,
@@ -289,38 +271,22 @@ def _keep(
         query_positions=query_position,
         window=window,
         scale=decoder.scale,
-        sliding_window=sliding,
+        sliding_window=decoder.config.sliding_windows[index],
         total=piece.total,
         lengths=None if staged.agree else staged.lengths,
+        first=piece.first,
+        values=staged.values if "values" in needs else None,
+        carried=staged.score if "carried" in needs else None,
+        output_projection=decoder.for_products(index).o_proj if "output_projection" in needs else None,
+        column_sums=inputs.column_sums,
+        column_squares=inputs.column_squares,
+        query_mean=inputs.query_mean,
+        query_covariance=inputs.query_covariance,
+        rotation=sequence.rotary.cos_sin if "rotation" in needs else None,
+        hidden_states=inputs.hidden_states,
+        hidden_similarity=inputs.hidden_similarity,
+        token_ids=torch.cat([torch.tensor(sequence.ids, dtype=torch.int64, device=device), piece.ids])
+        if "token_ids" in needs
+        else None,
+        separators=separators if "separators" in needs else None,
     )
-    scored = policy.score(view)
-    floor = min(window, piece.total)
-    chosen = _Chosen(scored.indicator, staged, piece.total - window, floor)
-    caps = tuple(max(min(length, sliding or length) - floor, 0) for length in staged.lengths)
-    weight = 1.0 if policy.allocation == "uniform" else scored.preference
-    *earlier, lengths = cascade.add(LayerClaim(floor, caps, weight, rank=chosen.rank))
-    for before, shares in enumerate(earlier):
-        arena.shrink(before, shares)
-    arena.keep(index, staged, chosen.order(lengths), lengths, scored.indicator)
-
-
-class _Chosen:
-    """The order in which a staged layer's columns are kept, made once, for as many as are asked for first."""
-
-    def __init__(self, indicator: Tensor, staged: Staged, window_start: int, floor: int) -> None:
-        self.indicator, self.staged, self.window_start, self.floor = indicator, staged, window_start, floor
-        self._order: Tensor | None = None
-
-    def order(self, lengths: list[int]) -> Tensor:
-        """int64 `[kv_heads, >= max(lengths)]`: columns, the most worth keeping first."""
-        if self._order is None:
-            staged = self.staged
-            self._order = row_order(self.indicator, staged.position, self.window_start, staged.lengths, lengths)
-        return self._order
-
-    def rank(self, limit: int) -> list[np.ndarray]:
-        """Per head the scores of its best columns before the window, at most `limit`, best first."""
-        lengths = [min(length, self.floor + limit) for length in self.staged.lengths]
-        order = self.order(lengths)[:, self.floor :].clamp_min(0)
-        ranked = self.indicator.gather(1, order).cpu().numpy()
-        return [row[: length - self.floor] for row, length in zip(ranked, lengths, strict=True)]

@@ -157,6 +157,14 @@ MODEL_FLAGS: dict[str, Observation] = {
     "--kv-memory": (["--kv-memory", "5MiB"], cached("kv_memory"), "5MiB"),
     "--policy": (["--policy", "full"], cached("policy"), "full"),
     "--window": (["--window", "8"], cached("window"), 8),
+    "--indicator": (["--indicator", "snapkv"], cached("indicator"), "snapkv"),
+    "--allocation": (["--allocation", "uniform"], cached("allocation"), "uniform"),
+    "--heads": (["--heads", "equal"], cached("heads"), "equal"),
+    "--policy-option": (
+        ["--policy-option", "gamma=10", "--policy-option", "pool=3"],
+        cached("policy_options"),
+        ("gamma=10", "pool=3"),
+    ),
     "--decode-policy": (["--decode-policy", "hold"], cached("decode_policy"), "hold"),
     "--tau1": (["--tau1", "0.5"], cached("tau1"), 0.5),
     "--tau2": (["--tau2", "0.7"], cached("tau2"), 0.7),
@@ -206,7 +214,7 @@ FLAGS: dict[str | None, dict[str, Observation]] = {
     | {"--system": (["--system", "be"], lambda seen: seen.call("chat"), "be")},
 }
 # those of plan are in tests/engine/test_plan.py, the others' below: they have no engine
-WITHOUT_ENGINE = {"plan", "models", "import-gguf"}
+WITHOUT_ENGINE = {"plan", "policies", "models", "import-gguf"}
 
 
 def flags_of(command: str | None) -> set[str]:
@@ -323,6 +331,12 @@ def test_a_new_field_of_a_config_cannot_be_forgotten_on_the_command_line() -> No
         ["--prompt", "x", "--policy", "full", "--gamma", "200"],
         ["--prompt", "x", "--policy", "full", "--tau1", "1"],
         ["--prompt", "x", "--policy", "full", "--tau2", "1"],
+        ["--prompt", "x", "--policy", "full", "--indicator", "cake"],
+        ["--prompt", "x", "--policy", "full", "--allocation", "cake"],
+        ["--prompt", "x", "--policy", "full", "--heads", "equal"],
+        ["--prompt", "x", "--policy", "full", "--policy-option", "gamma=200"],
+        ["--prompt", "x", "--policy", "snapkv", "--gamma", "200"],
+        ["--prompt", "x", "--allocation", "uniform", "--tau1", "1"],
     ],
 )
 def test_a_flag_that_would_have_no_effect_is_refused(arguments: list[str], run: Callable[..., Run]) -> None:
@@ -378,6 +392,9 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(arguments: list[str], 
         ["--budget", "5"],
         ["--budget", "5MiB"],
         ["--policy", "magic"],
+        ["--indicator", "magic"],
+        ["--policy-option", "sinks"],
+        ["--policy-option", "sinks=4"],
         ["--gamma", "-1"],
     ],
 )

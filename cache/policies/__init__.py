@@ -1,29 +1,124 @@
-"""The policies by name; each one lives in its own small file and is imported when it is made."""
+"""The policies by name, and how an indicator, an allocation and a rule over heads become one. No torch here.
+
+Every indicator is a policy of its own name, with equal shares for layers and heads; `NAMED` are the combinations that a
+paper names. An indicator, allocation or rule over heads that is given by name takes the place of the policy's own.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from ...errors import OptionError
+from ..allocations import ALLOCATIONS, HEADS
+from ..indicators import INDICATORS
+from ..method import Method, Value
 from .base import PolicyModel
 
 if TYPE_CHECKING:
     from ..config import CacheConfig
     from .base import Policy
 
-POLICIES = ("cake", "full")
+__all__ = ["NAMED", "POLICIES", "Choice", "Named", "PolicyModel", "choose", "make_policy"]
 
-__all__ = ["POLICIES", "PolicyModel", "make_policy"]
+
+@dataclass(frozen=True)
+class Named:
+    """A combination with a name of its own. options: where they differ from the parts' own defaults."""
+
+    indicator: str
+    allocation: str = "uniform"
+    heads: str = "equal"
+    options: Mapping[str, Value] = field(default_factory=dict)
+    paper: str = ""
+
+
+NAMED = {
+    "cake": Named("cake", "cake", paper="CAKE, Qin et al., ICLR 2025, arXiv 2503.12491"),
+}
+POLICIES = (*NAMED, *(name for name in INDICATORS if name not in NAMED), "full")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The parts that a configuration names and the options of each, complete and checked."""
+
+    policy: str
+    title: str
+    indicator: Method
+    allocation: Method
+    heads: Method
+    options: Mapping[str, Mapping[str, Value]]  # by part: "indicator", "allocation", "heads"
+
+    @property
+    def parts(self) -> dict[str, Method]:
+        return {"indicator": self.indicator, "allocation": self.allocation, "heads": self.heads}
+
+
+def choose(
+    policy: str,
+    *,
+    indicator: str | None = None,
+    allocation: str | None = None,
+    heads: str | None = None,
+    options: Mapping[str, object] | None = None,
+) -> Choice:
+    """What a combination of names means. Raises OptionError for an unknown name, or an option that no part has."""
+    if policy not in POLICIES or policy == "full":
+        raise OptionError(f"unknown policy {policy!r}: choose one of {', '.join(POLICIES)}")
+    named = NAMED.get(policy) or Named(policy)
+    parts = {
+        "indicator": _find("indicator", indicator or named.indicator, INDICATORS),
+        "allocation": _find("allocation", allocation or named.allocation, ALLOCATIONS),
+        "heads": _find("rule over heads", heads or named.heads, HEADS),
+    }
+    names = {part: method.name for part, method in parts.items()}
+    own = {"indicator": named.indicator, "allocation": named.allocation, "heads": named.heads}
+    changed = [f"{part} {name}" for part, name in names.items() if name != own[part]]
+    found: dict[str, dict[str, Value]] = {}
+    for part, method in parts.items():
+        found[part] = {option.name: option.default for option in method.options}
+        found[part].update({name: value for name, value in named.options.items() if name in found[part]})
+    for name, value in (options or {}).items():
+        having = [part for part, method in parts.items() if method.option(name) is not None]
+        if not having:
+            raise OptionError(f"no part of the policy {policy} has the option {name!r}: {_existing(parts)}")
+        for part in having:
+            option = parts[part].option(name)
+            assert option is not None
+            found[part][name] = option.read(value)
+    return Choice(policy, ", ".join([policy, *changed]), **parts, options=found)
+
+
+def _find(what: str, name: str, methods: Mapping[str, Method]) -> Method:
+    if name not in methods:
+        raise OptionError(f"unknown {what} {name!r}: choose one of {', '.join(methods)}")
+    return methods[name]
+
+
+def _existing(parts: Mapping[str, Method]) -> str:
+    """What there is instead."""
+    lists = [
+        f"{part} {method.name} has {', '.join(option.name for option in method.options)}"
+        for part, method in parts.items()
+        if method.options
+    ]
+    return "; ".join(lists) or "none of its parts has options"
 
 
 def make_policy(config: CacheConfig, model: PolicyModel, budget: int) -> Policy:
-    """The policy that `config` names, for a model and a budget of `budget` tokens (the tau table depends on both)."""
-    if config.policy == "cake":
-        from .cake import CakePolicy
-
-        return CakePolicy.from_config(config, model, budget)
-    if config.policy == "full":
+    """The policy of a configuration, for a model and a budget in tokens (constants may depend on both)."""
+    choice = config.choice
+    if choice is None:
         from .full import FullPolicy
 
         return FullPolicy()
-    raise OptionError(f"unknown policy {config.policy!r}: choose one of {', '.join(POLICIES)}")
+    from .composed import ComposedPolicy
+
+    made: dict[str, Any] = {}
+    for part, method in choice.parts.items():
+        cls = method.load()
+        create, options = getattr(cls, "create", None), choice.options[part]
+        made[part] = cls(**options) if create is None else create(model, budget, **options)
+    return ComposedPolicy(choice.policy, choice.title, **made)

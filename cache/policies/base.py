@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..scores import LayerView
+    from ..view import LayerView
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,43 @@ class PolicyModel:
 
 @dataclass(frozen=True)
 class LayerScore:
-    """A layer's verdict: `indicator` fp32 `[kv_heads, n]` (higher stays) and `preference`, finite and at least 0."""
+    """A layer's verdict: `indicator` fp32 `[kv_heads, n]` (higher stays) and `preference`, finite and at least 0.
+
+    carried: fp32 `[kv_heads, n]` to be kept with each row and given back when it is scored again; None keeps the
+    indicator.
+    """
 
     indicator: Tensor
     preference: float
+    carried: Tensor | None = None
+
+
+class Indicator(Protocol):
+    """Scores the tokens of one layer. Stateless between layers; what a row must remember is `carry`.
+
+    A class may also have `describe(self) -> str`, its constants for the statistics line, and
+    `carry(self, view, indicator) -> Tensor`, fp32 `[kv_heads, n]`, what to keep with each row (default: the indicator).
+    """
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The inputs that `score` reads beyond keys and positions, names of `inputs.INPUTS`."""
+
+    def score(self, view: LayerView) -> Tensor:
+        """fp32 `[kv_heads, n]`, higher stays. Window columns are kept whatever they get; no column may get NaN, and
+        columns beyond a head's own length are neither read nor looked at."""
+
+
+class Allocation(Protocol):
+    """A layer's weight in the sharing of the budget. A class may also have `describe` as an indicator, and
+    `create(cls, model, budget, **options)` where its constants depend on the model."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The inputs that `preference` reads beyond keys and positions."""
+
+    def preference(self, view: LayerView, indicator: Tensor) -> float:
+        """Finite and at least 0; a layer is dealt seats in proportion to it. `indicator` is what `score` gave."""
 
 
 class Policy(Protocol):
@@ -43,10 +76,6 @@ class Policy(Protocol):
     @property
     def needs(self) -> frozenset[str]:
         """The inputs of `score` beyond keys and positions, by name: "window_queries"."""
-
-    @property
-    def allocation(self) -> str:
-        """How layers share the budget, see `cascade.ALLOCATIONS`."""
 
     def score(self, view: LayerView) -> LayerScore:
         """Score the rows of one layer."""

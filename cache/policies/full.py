@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from ..scores import LayerView
+from ..view import LayerView
 from .base import LayerScore
 
 
@@ -18,7 +18,6 @@ class FullPolicy:
     name: ClassVar[str] = "full"
     evicts: ClassVar[bool] = False
     needs: ClassVar[frozenset[str]] = frozenset()
-    allocation: ClassVar[str] = "uniform"
 
     def score(self, view: LayerView) -> LayerScore:
         """Every row counts the same, so an order is that of positions."""

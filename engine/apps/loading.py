@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from ...cache.config import CacheConfig
+from ...cache.policies import choose
 from ..generation import GenerationConfig
 from ..options import CACHE_FLAGS, ENGINE_FLAGS, GENERATION_FLAGS, EngineOptions, add_flags, from_args
 from .console import Console
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from ..engine import Engine
 
 DEFAULT_MODEL = "smollm2-135m"
+USELESS_WHEN_FULL = ("budget", "window", "tau1", "tau2", "gamma", "indicator", "allocation", "heads", "policy_options")
+FLAG_NAMES = {"policy_options": "policy-option"}
 
 Load = Callable[..., "Engine"]
 
@@ -88,9 +91,15 @@ def usage_conflict(args: argparse.Namespace, given: set[str]) -> str | None:
     if {"budget", "kv_memory"} <= given:
         return "--budget and --kv-memory both set the size of the cache: give one"
     if args.policy == "full":
-        for name in ("budget", "window", "tau1", "tau2", "gamma"):
+        for name in USELESS_WHEN_FULL:
             if name in given:
-                return f"--{name} has no effect with --policy full, which keeps everything"
+                return f"--{FLAG_NAMES.get(name, name)} has no effect with --policy full, which keeps everything"
         if args.decode_policy == "hold":
             return "--decode-policy hold has no effect with --policy full, which keeps everything"
+        return None
+    parts = {name: getattr(args, name, None) for name in ("indicator", "allocation", "heads")}
+    chosen = choose(args.policy, **parts)
+    for name in ("tau1", "tau2", "gamma"):
+        if name in given and all(method.option(name) is None for method in chosen.parts.values()):
+            return f"--{name} has no effect with {chosen.title}, which has no such parameter"
     return None

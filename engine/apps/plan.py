@@ -45,7 +45,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     others = tuple(name for name in GENERATION_FLAGS if name != "max_new_tokens")
     add_flags(length, GenerationConfig, GENERATION_FLAGS, skip=others)
-    add_model_arguments(parser, skip=("threads", "attention", "step", "tau1", "tau2", "gamma"))
+    add_model_arguments(
+        parser,
+        skip=(
+            "threads",
+            "attention",
+            "step",
+            "tau1",
+            "tau2",
+            "gamma",
+            "indicator",
+            "allocation",
+            "heads",
+            "policy_options",
+        ),
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
 

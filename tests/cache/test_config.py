@@ -35,6 +35,9 @@ def test_defaults_are_those_of_the_paper() -> None:
         {"gamma": 0},
         {"pool": 1},
         {"decode_policy": "hold"},
+        {"policy": "streaming-llm", "policy_options": ("sinks=8",)},
+        {"indicator": "snapkv", "allocation": "cake", "heads": "equal", "tau1": 0.5},
+        {"policy": "snapkv", "pool": 3},
     ],
 )
 def test_what_can_be_applied_is_accepted(options: dict[str, Any]) -> None:
@@ -61,8 +64,8 @@ def test_budgets_that_cannot_hold_are_budget_errors(options: dict[str, Any], say
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"policy": "h2o"}, "cake, full"),
-        ({"policy": None}, "cake, full"),
+        ({"policy": "h3o"}, "cake, .*full"),
+        ({"policy": None}, "cake, .*full"),
         ({"decode_policy": "shrink"}, "grow, hold"),
         ({"kv_dtype": "int8"}, "float32, bfloat16, float16"),
         ({"window": 0}, "at least 1"),
@@ -73,6 +76,29 @@ def test_budgets_that_cannot_hold_are_budget_errors(options: dict[str, Any], say
         ({"tau2": float("nan")}, "tau2"),
         ({"tau1": float("inf")}, "tau1"),
         ({"tau1": "1"}, "tau1"),
+        ({"indicator": "magic"}, "unknown indicator 'magic': choose one of cake, "),
+        ({"allocation": "magic"}, "unknown allocation 'magic': choose one of uniform, cake"),
+        ({"heads": "magic"}, "unknown rule over heads 'magic': choose one of equal"),
+        ({"policy": "full", "indicator": "cake"}, "indicator has no effect with the policy full"),
+        ({"policy": "full", "policy_options": {"sinks": 4}}, "policy_options has no effect"),
+        (
+            {"policy": "streaming-llm", "gamma": 10.0},
+            "no part of the policy streaming-llm has the option 'gamma': .*sinks",
+        ),
+        ({"policy": "snapkv", "tau1": 1.0}, "no part of the policy snapkv has the option 'tau1': .*pool"),
+        (
+            {"policy_options": ("sinks=4",)},
+            "cake has the option .sinks.: .*gamma, pool.*tau1, tau2",
+        ),
+        ({"policy": "streaming-llm", "policy_options": ("sinks",)}, "cannot read the policy option 'sinks'"),
+        ({"policy": "streaming-llm", "policy_options": ("sinks=a",)}, "sinks must be a whole number of at least 0"),
+        ({"policy": "streaming-llm", "policy_options": ("sinks=-1",)}, "sinks must be a whole number of at least 0"),
+        ({"policy": "streaming-llm", "policy_options": {"sinks": 1.5}}, "sinks must be a whole number"),
+        ({"policy": "streaming-llm", "policy_options": {"sinks": float("nan")}}, "sinks must be a whole number"),
+        ({"policy": "streaming-llm", "policy_options": ("sinks=1", "sinks=2")}, "given twice"),
+        ({"gamma": 10.0, "policy_options": ("gamma=20",)}, "given twice"),
+        ({"policy": "snapkv", "policy_options": ("pooling=sum",)}, "pooling must be one of max, avg"),
+        ({"policy": "snapkv", "policy_options": ("pool=4",)}, "pool must be an odd whole number of at least 1"),
         ({"gamma": -1}, "gamma"),
         ({"gamma": float("nan")}, "gamma"),
         ({"pool": 4}, "odd"),
@@ -94,3 +120,15 @@ def test_reading_the_options_does_not_import_torch() -> None:
     code = "import sys; import cake_infer.cache.config, cake_infer.cache.cascade; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_options_of_a_policy_reach_the_part_that_has_them() -> None:
+    given = CacheConfig(policy="streaming-llm", policy_options={"sinks": 8})
+    assert given == CacheConfig(policy="streaming-llm", policy_options=("sinks=8",))
+    assert given.choice is not None
+    assert given.choice.options == {"indicator": {"sinks": 8}, "allocation": {}, "heads": {}}
+    mixed = CacheConfig(indicator="snapkv", tau1=0.5, policy_options=("pool=3", "pooling=avg")).choice
+    assert mixed is not None
+    assert mixed.options["indicator"] == {"pool": 3, "pooling": "avg"}
+    assert mixed.options["allocation"] == {"tau1": 0.5, "tau2": None}
+    assert CacheConfig(policy="full").choice is None

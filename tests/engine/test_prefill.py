@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 from cake_infer.cache.layout import ArenaSize
-from cake_infer.cache.policies.cake import CakePolicy
+from cake_infer.cache.policies.composed import ComposedPolicy
 from cake_infer.engine import decode as steps
 from cake_infer.engine import prefill
 from cake_infer.engine.generation import GenerationConfig, resolve_generation
@@ -107,7 +107,7 @@ def test_no_tensor_is_as_large_as_the_text_squared_or_the_text_times_the_vocabul
     vocab, heads, window, chunk = 3000, 4, 32, 256
     options = {"model_type": "mistral", "sliding_window": 100} if "sliding" in case else {}
     folder = write_checkpoint(tmp_path / "model", vocab_size=vocab, num_hidden_layers=2, **options)
-    found, watching, score = {}, [Largest()], CakePolicy.score
+    found, watching, score = {}, [Largest()], ComposedPolicy.score
 
     def watched(policy, view):
         watching[-1].inside = True
@@ -116,7 +116,7 @@ def test_no_tensor_is_as_large_as_the_text_squared_or_the_text_times_the_vocabul
         finally:
             watching[-1].inside = False
 
-    monkeypatch.setattr(CakePolicy, "score", watched)
+    monkeypatch.setattr(ComposedPolicy, "score", watched)
     for length in (1024, 2048):
         runner = make_runner(folder, budget=64, window=window, chunk=chunk)
         sequence, ids = Sequence(), random_ids(length)

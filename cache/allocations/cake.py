@@ -1,15 +1,25 @@
-"""CAKE (Qin et al., ICLR 2025, arXiv 2503.12491): layer preference and token indicator from the window's attention."""
+"""CAKE's allocation (Qin et al., ICLR 2025, arXiv 2503.12491): layers share by dispersion and shift of the window's
+attention, `P = H^(1/tau1) * V^(1/tau2)`.
+
+Defaults: tau1, tau2 of the authors' table by model shape and nearest budget, 1/1 for every other model. The authors'
+code works the statistics in the model's half precision, where small variances vanish, truncates shares and spreads what
+is clipped equally; here they are in fp32 with fp64 sums, and seats are dealt exactly (`budget.deal_seats`).
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from ...errors import CakeError
-from ..config import DEFAULT_GAMMA, DEFAULT_POOL, CacheConfig
-from ..scores import LayerView, cake_statistics
-from .base import LayerScore, PolicyModel
+from ..policies.base import PolicyModel
+from ..scores import layer_statistics
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..view import LayerView
 
 # Shape -> budget -> (tau1, tau2), from experiments/LongBench/config/model2tau.json of github.com/antgroup/cakekv.
 # A shape stands for every model that has it: Llama 3 shares the row of Llama 3.1.
@@ -43,41 +53,29 @@ def preference(dispersion: float, shift: float, tau1: float, tau2: float) -> flo
 
 
 @dataclass(frozen=True)
-class CakePolicy:
-    """Layers share by dispersion and shift of the window's attention; tokens stay by its mean and variance."""
+class CakeAllocation:
+    """Layers whose window attends widely and restlessly get more."""
 
     tau1: float = 1.0
     tau2: float = 1.0
-    gamma: float = DEFAULT_GAMMA
-    pool: int = DEFAULT_POOL
 
-    name: ClassVar[str] = "cake"
-    evicts: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset({"window_queries"})
-    allocation: ClassVar[str] = "preference"
 
     @classmethod
-    def from_config(cls, config: CacheConfig, model: PolicyModel, budget: int) -> CakePolicy:
+    def create(cls, model: PolicyModel, budget: int, *, tau1: float | None, tau2: float | None) -> CakeAllocation:
         """Explicit taus win over the table, one by one."""
-        tau1, tau2 = table_taus(model, budget)
-        return cls(
-            tau1=tau1 if config.tau1 is None else config.tau1,
-            tau2=tau2 if config.tau2 is None else config.tau2,
-            gamma=config.gamma,
-            pool=config.pool,
-        )
+        table1, table2 = table_taus(model, budget)
+        return cls(table1 if tau1 is None else tau1, table2 if tau2 is None else tau2)
 
-    def score(self, view: LayerView) -> LayerScore:
-        """Score one layer. Raises `CakeError` if its attention is not finite."""
-        statistics = cake_statistics(view, self.gamma, self.pool)
+    def preference(self, view: LayerView, indicator: Tensor) -> float:
+        """Raises `CakeError` if the layer's attention is not finite."""
+        statistics = layer_statistics(view)
         if not (math.isfinite(statistics.dispersion) and math.isfinite(statistics.shift)):
             raise CakeError(
                 f"the attention of layer {view.layer} is not finite: the weights are damaged or overflow their dtype; "
                 "try --dtype float32"
             )
-        return LayerScore(
-            statistics.indicator, preference(statistics.dispersion, statistics.shift, self.tau1, self.tau2)
-        )
+        return preference(statistics.dispersion, statistics.shift, self.tau1, self.tau2)
 
     def describe(self) -> str:
-        return f"cake tau {self.tau1:g}/{self.tau2:g} gamma {self.gamma:g}"
+        return f"tau {self.tau1:g}/{self.tau2:g}"

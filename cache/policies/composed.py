@@ -1,0 +1,56 @@
+"""A policy made of an indicator, an allocation over layers and a rule over heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from ...errors import CakeError
+from .base import Allocation, Indicator, LayerScore
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..view import LayerView
+
+
+@dataclass(frozen=True)
+class ComposedPolicy:
+    """`title` is how the statistics call the combination: its constants are added."""
+
+    name: str
+    title: str
+    indicator: Indicator
+    allocation: Allocation
+    heads: Any
+
+    evicts: ClassVar[bool] = True
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.indicator.needs | self.allocation.needs | frozenset(self.heads.needs)
+
+    def score(self, view: LayerView) -> LayerScore:
+        """Raises `CakeError` if the layer's scores are not numbers."""
+        indicator = self.indicator.score(view)
+        preference = self.allocation.preference(view, indicator)
+        if has_nan(indicator, view):
+            raise CakeError(
+                f"the scores of layer {view.layer} are not numbers: the weights are damaged or overflow their dtype; "
+                "try --dtype float32"
+            )
+        carry = getattr(self.indicator, "carry", None)
+        return LayerScore(indicator, preference, None if carry is None else carry(view, indicator))
+
+    def describe(self) -> str:
+        parts = [part.describe() for part in (self.allocation, self.indicator, self.heads) if hasattr(part, "describe")]
+        return " ".join([self.title, *(part for part in parts if part)])
+
+
+def has_nan(indicator: Tensor, view: LayerView) -> bool:
+    """Whether a valid column's score is not a number."""
+    if view.lengths is None:
+        return bool(torch.isnan(indicator).any())
+    return any(bool(torch.isnan(indicator[head, :n]).any()) for head, n in enumerate(view.lengths))

@@ -1,0 +1,73 @@
+"""Attention of a piece's tokens over a staged layer: what is held, in front, and the new tokens behind it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..cache.arena import Staged
+from .attention import SlidingMask, decode_attention, prefill_attention
+
+
+def attend_chunk(
+    queries: Tensor,
+    staged: Staged,
+    start: int,
+    end: int,
+    first: int,
+    scale: float,
+    sliding: int | None,
+    lse: Tensor | None = None,
+) -> Tensor:
+    """Attention of a chunk's queries `[heads, chunk, head_dim]` over what is held and the tokens up to its end.
+
+    `lse` fp32 `[heads, chunk]` gets the log-sum-exps; only where nothing slides.
+    """
+    if not staged.agree:
+        group = queries.shape[0] // len(staged.held)
+        parts = []
+        for head, one in enumerate(_per_head(staged)):
+            span = slice(head * group, (head + 1) * group)
+            own = None if lse is None else lse[span]
+            parts.append(attend_chunk(queries[span], one, start, end, first, scale, sliding, own))
+        return torch.cat(parts)
+    held = staged.held[0]
+    mask, low = None, 0
+    if sliding is not None and first + staged.tokens > sliding:
+        # Where no query of the chunk sees the piece's first token, none sees what is held, which is older.
+        unseen = max(0, start - sliding + 1)
+        low = held + unseen if unseen else 0
+        position = torch.arange(first + start, first + end, device=queries.device)
+        alike = 1 if unseen or not held else None  # new tokens have the same positions in every head
+        mask = SlidingMask(sliding, position, staged.position[:alike, low : held + end])
+    keys, values = staged.keys[:, low : held + end], staged.values[:, low : held + end]
+    return prefill_attention(queries, keys, values, scale=scale, past=held + start, sliding=mask, lse=lse)
+
+
+def attend_last(queries: Tensor, staged: Staged, total: int, scale: float, sliding: int | None) -> Tensor:
+    """Attention of the last token `[heads, head_dim]` over all columns."""
+    if not staged.agree:
+        group = queries.shape[0] // len(staged.held)
+        parts = [
+            attend_last(queries[head * group : (head + 1) * group], one, total, scale, sliding)
+            for head, one in enumerate(_per_head(staged))
+        ]
+        return torch.cat(parts)
+    hidden = None if sliding is None else staged.position <= total - 1 - sliding
+    return decode_attention(queries, staged.keys, staged.values, scale=scale, hidden=hidden)[0]
+
+
+def _per_head(staged: Staged) -> list[Staged]:
+    """A staged layer whose heads hold unequal numbers of tokens, as one staged layer per head."""
+    ends = staged.lengths
+    return [
+        Staged(
+            staged.keys[head : head + 1, :end],
+            staged.values[head : head + 1, :end],
+            staged.position[head : head + 1, :end],
+            staged.score[head : head + 1, :end],
+            (staged.held[head],),
+            staged.tokens,
+        )
+        for head, end in enumerate(ends)
+    ]
