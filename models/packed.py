@@ -20,7 +20,7 @@ from .embedded import cache_home
 from .headers import file_headers, tensor_headers
 from .parameters import EMBEDDING, FINAL_NORM, HEAD, layer_parameters, parameter_shapes
 from .quantisation import GROUP, Int4Matrix, Int8Matrix, Matrix, quantise
-from .staging import check_disk_space, staged_folder
+from .staging import check_disk_space, remove_leftovers, staged_folder
 from .weights import Loader, assemble, load_decoder
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ def load_quantised(
     in memory, with a warning. Raises WeightsError as `load_decoder` does.
     """
     target = packed_folder(folder, quant)
+    remove_leftovers(target.parent)
     if not (target / FILE).is_file():
         decoder = load_decoder(folder, config, on_progress=on_progress)
         tensors = _quantised(decoder, quant)

@@ -115,7 +115,9 @@ def test_an_interrupt_at_any_stage_leaves_nothing_and_the_next_call_starts_afres
 
 def test_what_a_killed_process_left_is_removed_and_a_damaged_folder_is_made_again(index: Index) -> None:
     models = cache_home() / "models"
-    (models / ".smollm2-135m.partial-killed").mkdir(parents=True)
+    leftover = models / ".smollm2-135m.partial-killed"
+    leftover.mkdir(parents=True)
+    os.utime(leftover, (0, 0))
     folder = models / "smollm2-135m"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
