@@ -11,15 +11,15 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from . import __version__
-from .engine.options import UsageError
-from .errors import CakeError
+from .engine.options import UsageError, check_options, spell_flags
+from .errors import CakeError, OptionError
 
 DESCRIPTION = """\
 Read a long document, keep what matters of it in a cache of fixed size, and answer. Without a command: one reply to a
 prompt (--prompt, --prompt-file or standard input), or a chat where there is none and a terminal."""
 
 EXIT_CODES = (
-    "0; 1 an error, in one line on standard error; 2 a wrong command line; 130 interrupted; "
+    "0; 1 an error, in one line on standard error; 2 a wrong command line or value; 130 interrupted; "
     "141 the reader of standard output went away."
 )
 
@@ -86,6 +86,10 @@ def main(argv: Sequence[str] | None = None, load: Callable[..., Any] | None = No
         args = parser.parse_args(words)
         if hasattr(module, "conflict") and (conflict := module.conflict(args, given_flags(parser, words))):
             parser.error(conflict)
+        try:
+            check_options(args)
+        except OptionError as error:
+            parser.error(spell_flags(str(error)))
         return int(module.run(args) if load is None else module.run(args, load))
     except UsageError as error:
         return _fail(error, USAGE)
@@ -104,7 +108,7 @@ def main(argv: Sequence[str] | None = None, load: Callable[..., Any] | None = No
 
 def _fail(message: object, code: int) -> int:
     with suppress(OSError, ValueError):  # nobody may be listening; the exit code remains
-        print(f"error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+        print(f"error: {spell_flags(' '.join(str(message).split()))}", file=sys.stderr, flush=True)
     return code
 
 

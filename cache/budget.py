@@ -58,16 +58,33 @@ class Budget:
             return cls(percent=float(match[1]))
         hint = "give tokens (1024) or a percentage of the prompt (3.2%)"
         if (match := _BYTES.fullmatch(text)) and match[2].lower() in _UNITS and match[2]:
-            hint += "; a size in bytes goes to --kv-memory"
+            hint += "; a size in bytes goes to the option kv_memory"
         raise BudgetError(f"cannot read the budget {value!r}: {hint}")
 
-    def tokens(self, prompt_tokens: int) -> int:
-        """The budget in tokens for a first prompt of `prompt_tokens`; a percentage is rounded up, at least 1 token."""
+    def tokens(self, prompt_tokens: int, window: int = 1) -> int:
+        """The budget in tokens for a first prompt of `prompt_tokens`; a percentage is rounded up, to `window` at least.
+
+        Raises BudgetError for a number of tokens below the window. Nobody can know how short a prompt will be, so that
+        a percentage is raised instead.
+        """
         if self.count is not None:
-            return self.count
+            return check_budget(self.count, window)
         assert self.percent is not None
         # 7% of 100 is 7.000000000000001 in floating point, and is meant to be 7.
-        return max(1, math.ceil(round(prompt_tokens * self.percent / 100, 6)))
+        return max(1, window, math.ceil(round(prompt_tokens * self.percent / 100, 6)))
+
+    def raised(self, prompt_tokens: int, window: int) -> str | None:
+        """What to tell the user where `tokens` raises a percentage to the window; None where it does not."""
+        if self.percent is None or self.tokens(prompt_tokens) >= window:
+            return None
+        return (
+            f"{self} of {prompt_tokens:,} tokens is less than the window that is always kept: the budget is the "
+            f"window, {window:,} tokens per layer and KV head"
+        )
+
+    def describe(self) -> str:
+        """In words."""
+        return f"{self} of the first prompt" if self.count is None else f"{self.count:,} tokens per layer and KV head"
 
     def __str__(self) -> str:
         return str(self.count) if self.percent is None else f"{self.percent:g}%"
@@ -100,6 +117,15 @@ def parse_bytes(value: str | int) -> int:
     if size < 1:
         raise BudgetError(f"a size of {value!r} has no room for anything: give e.g. 512MiB")
     return int(size)
+
+
+def size_text(count: int) -> str:
+    """`512 bytes`, `812 KiB`, `31.4 MiB`, `14.50 GiB`."""
+    if count < 1 << 10:
+        return f"{count} bytes" if count else "0 KiB"
+    if count < 1 << 20:
+        return f"{count / (1 << 10):,.0f} KiB"
+    return f"{count / (1 << 20):,.1f} MiB" if count < 1 << 30 else f"{count / (1 << 30):,.2f} GiB"
 
 
 def deal_seats(preferences: Sequence[float], caps: Sequence[int], seats: int) -> list[int]:

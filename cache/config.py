@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..errors import OptionError
+from ..errors import BudgetError, OptionError
 from .budget import DEFAULT_BUDGET, Budget, check_budget, parse_bytes
 from .method import parse_given
 from .policies import POLICIES, Choice, choose
@@ -70,7 +70,14 @@ class CacheConfig:
         else:
             self._choose()
         budget = Budget.parse(self.budget)
-        if budget.count is not None:
+        if budget == Budget(count=DEFAULT_BUDGET):
+            # not what is wrong: it may not have been given, and memory or the policy may decide in its place
+            if self.window > DEFAULT_BUDGET and self.kv_memory is None and self.policy != "full":
+                raise BudgetError(
+                    f"a window of {self.window:,} tokens, which are always kept, does not fit a budget of "
+                    f"{DEFAULT_BUDGET:,}: take a smaller window, or a budget of at least {self.window:,}"
+                )
+        elif budget.count is not None:
             check_budget(budget.count, self.window)
         if self.kv_memory is not None:
             parse_bytes(self.kv_memory)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import BudgetError
+from .budget import size_text
 
 ALIGNMENT = 64  # bytes: where staging may begin
 
@@ -122,8 +123,8 @@ def budget_within(
     low, high = max(window, 1), max(window, 1, context or tokens + new_tokens)
     if need(low) > limit:
         raise BudgetError(
-            f"a KV memory of {limit / 2**20:,.1f} MiB is too small: {tokens:,} prompt and {new_tokens:,} new tokens "
-            f"take at least {need(low) / 2**20:,.1f} MiB with the smallest budget of {low} tokens"
+            f"a KV memory of {size_text(limit)} is too small: {tokens:,} prompt and {new_tokens:,} new tokens "
+            f"take at least {size_text(need(low))} with the smallest budget of {low} tokens"
         )
     return largest_budget(low, high, lambda budget: need(budget) <= limit)
 

@@ -10,10 +10,11 @@ from collections.abc import Generator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from ..cache.budget import Budget, check_budget
+from ..cache.budget import Budget
 from ..errors import OptionError, PromptError
+from .encoding import check_length
 from .generation import GenerationConfig
-from .reply import OnProgress, reply
+from .reply import OnProgress, reply, tell_if_raised
 from .results import Piece
 from .runner import Timing
 from .sequence import Sequence
@@ -36,8 +37,10 @@ class Chat:
     def __init__(self, engine: Engine, system: str | None = None) -> None:
         engine.chat_template()
         self.engine = engine
-        self._system = check_text(system, "the system text") if system else None
+        self._system = check_text(system, "the system text") if system is not None else None
         self._budget: Budget | None = None
+        self._budget_source = ""  # what it is a percentage of
+        self._budget_waits = False  # for the next turn
         self.stats: Statistics | None = None
         self._told_apart = False
         self._speaking = False
@@ -47,6 +50,7 @@ class Chat:
         """Start over: forget every turn. System text and budget stay."""
         self._check_idle()
         self._sequence = Sequence()
+        self._budget_waits = False
         self._pending: list[int] = []  # chosen but not yet fed: the last token of a reply that did not end by itself
         self._finished_by: int | None = None  # the end token of the last reply, which is never fed
         self.messages: list[dict[str, str]] = []
@@ -61,7 +65,7 @@ class Chat:
     def system(self, text: str | None) -> None:
         if self.messages:
             raise OptionError("the system text stands in front of the conversation: clear the conversation first")
-        self._system = check_text(text, "the system text") if text else None
+        self._system = check_text(text, "the system text") if text is not None else None
 
     @property
     def context(self) -> int:
@@ -80,18 +84,37 @@ class Chat:
             return self._sequence.budget
         return self._budget.count if self._budget is not None else None
 
+    @property
+    def budget_text(self) -> str:
+        """The budget in words: what a percentage has come to, and whether a change waits for the next turn."""
+        cache, count = self.engine.cache, self.budget
+        if not self.engine.runner.policy(None).evicts:
+            return f"none: the policy {cache.policy} keeps everything"
+        if self._budget_waits and self._budget is not None:
+            count = self._budget.count
+        if count is not None:
+            wait = ", from the next message on" if self._budget_waits else ""
+            return Budget(count=count).describe() + self._budget_source + wait
+        if self._budget is None and cache.kv_memory is not None:
+            return f"as much as {cache.kv_memory} of KV memory holds"
+        return (self._budget or Budget.parse(cache.budget)).describe()
+
     def set_budget(self, budget: int | str) -> None:
         """Change the budget from the next turn on. What is already gone does not come back.
 
-        A percentage is of the conversation so far; of the first message's prompt if there is none yet.
+        A percentage is of the conversation so far; of the first message's prompt if there is none yet. One that comes
+        to less than the window is raised to it; a number of tokens below it raises BudgetError.
         """
         runner = self.engine.runner
         if not runner.policy(None).evicts:
             raise OptionError(f"the policy {self.engine.cache.policy!r} keeps everything: there is no budget to set")
         wanted = Budget.parse(budget)
-        if wanted.count is not None or self._sequence.total:
-            wanted = Budget(count=check_budget(wanted.tokens(self._sequence.total), self.engine.cache.window))
-        self._budget = wanted
+        total, window, source = self._sequence.total, self.engine.cache.window, ""
+        if wanted.count is not None or total:
+            tell_if_raised(wanted, total, window)
+            source = "" if wanted.count is not None else f" ({wanted} of {total:,} tokens)"
+            wanted = Budget(count=wanted.tokens(total, window))
+        self._budget, self._budget_source, self._budget_waits = wanted, source, total > 0
 
     def send(
         self,
@@ -107,6 +130,7 @@ class Chat:
         """
         self._check_idle()
         check_text(text, "the message")
+        check_length(self.engine, text, self._sequence.total, on_progress)
         if not text.strip():
             raise PromptError("the message is empty")
         generation = self.engine._generation(config, options)
@@ -115,7 +139,7 @@ class Chat:
         if total >= self.context:
             raise PromptError(
                 f"with this message the conversation has {total:,} tokens, but the context is {self.context:,}: "
-                "clear the conversation (/clear), or send less"
+                "clear the conversation, or send less"
             )
         return self._turn(text, ids, generation, on_progress)
 
@@ -146,7 +170,10 @@ class Chat:
                     log.info("the rotary frequencies change with the length: the conversation is read anew")
                     sequence, ids = Sequence(budget=sequence.budget), [*sequence.ids, *ids]
             if self._budget is not None and (self._budget.count is not None or not self._sequence.total):
-                sequence.budget = check_budget(self._budget.tokens(before), self.engine.cache.window)
+                if self._budget.count is None:
+                    tell_if_raised(self._budget, before, self.engine.cache.window)
+                    self._budget_source = f" ({self._budget} of {before:,} tokens)"
+                sequence.budget = self._budget.tokens(before, self.engine.cache.window)
             timing = Timing()
             stream = reply(
                 self.engine,
@@ -175,7 +202,7 @@ class Chat:
 
     def _keep(self, text: str, sequence: Sequence, pieces: list[Piece], before: int, end: int | None) -> None:
         """Take a turn into the history, whole or as far as it came."""
-        self._sequence = sequence
+        self._sequence, self._budget_waits = sequence, False
         # A reply's last token has been shown and not fed, unless an end token followed it: the next turn feeds it.
         chosen = [piece.id for piece in pieces if piece.id is not None]
         self._pending, self._finished_by = chosen[sequence.total - before :], end

@@ -16,7 +16,7 @@ from ..errors import BackendError
 from ..models.decoder import Decoder, Layer
 from ..models.quantisation import Matrix
 from .background import Background
-from .kernels import kernels_cached, kernels_kept, load_step, mark_cached
+from .kernels import ON_CPU, kernels_cached, kernels_kept, load_step, mark_cached
 from .sequence import Sequence
 from .stepper import OnWait
 from .team import Team
@@ -40,7 +40,7 @@ class CompiledStep:
 
     def __init__(self, decoder: Decoder, kv_dtype: torch.dtype, threads: int) -> None:
         if decoder.device.type != "cpu":
-            raise BackendError("the compiled step runs on a CPU")
+            raise BackendError(ON_CPU)
         if kv_dtype not in (torch.float32, torch.bfloat16):
             raise BackendError(f"the compiled step has no form for keys and values stored as {kv_dtype}")
         config = decoder.config

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import index
 from typing import TYPE_CHECKING
 
 from ..errors import OptionError, PromptError
+from .results import Progress
 from .text import check_text
 
 if TYPE_CHECKING:
+    from ..models.tokenizer import Tokenizer
     from .engine import Engine, Message
+    from .reply import OnProgress
 
-ROOMY = 16  # characters a token of the context; shorter texts are simply tokenized
+AT_ONCE = 1 << 18  # characters that are tokenized without a look beforehand: less than a second
+PIECE = 1 << 16  # characters counted at a time
+LONGEST_WORD = 256  # how far back from a piece's end a space is looked for
+CUT_TOKENS = 16  # tokens that a piece's two ends may have more than the same characters inside the text
 
 
 def prompt_ids(
@@ -46,15 +52,40 @@ def prompt_ids(
     return result
 
 
-def check_length(engine: Engine, text: str) -> None:
-    """Refuse a text that cannot fit the context before it is tokenized, which takes 30 times its size in memory."""
-    tokenizer = engine.tokenizer
-    if tokenizer is None or len(text) <= ROOMY * engine.context:
+def check_length(engine: Engine, text: str, before: int = 0, on_progress: OnProgress | None = None) -> None:
+    """Refuse a text that cannot fit the context behind `before` tokens, without tokenizing all of it.
+
+    That would take long, 30 times the text's size in memory, and no interrupt meanwhile. A long text is counted in
+    pieces until there are too many tokens; between them an interrupt, or `on_progress`, can end it.
+    """
+    room = engine.context - before
+    if engine.tokenizer is None or len(text) <= AT_ONCE:
         return
-    longest = max(len(tokenizer.token_bytes(index)) for index in range(tokenizer.vocab_size))
-    least = len(text.encode()) // max(longest, 1)
-    if least >= engine.context:
-        raise PromptError(
-            f"the prompt has at least {least:,} tokens, but the model's context is {engine.context:,}: shorten the "
-            "prompt, or stretch the context with --rope-scaling KIND:FACTOR"
-        )
+    least = 0
+    for done, tokens in token_counts(engine.tokenizer, text):
+        least += tokens
+        if least >= room:
+            behind = f" behind the {before:,} there are" if before else ""
+            raise PromptError(
+                f"the prompt has at least {least:,} tokens{behind}, but the model's context is {engine.context:,}: "
+                "shorten the prompt, or stretch the context with the option rope_scaling (KIND:FACTOR)"
+            )
+        if on_progress is not None:
+            on_progress(Progress("tokenize", done, len(text)))
+
+
+def token_counts(tokenizer: Tokenizer, text: str) -> Iterator[tuple[int, int]]:
+    """Characters of a text so far, and how many tokens each piece of it has at least.
+
+    A cut can only change the tokens beside it; a piece ends before a single space if it can, where words are split
+    anyway, and what the two ends may add is taken off.
+    """
+    start = 0
+    while start < len(text):
+        end = min(start + PIECE, len(text))
+        if end < len(text):
+            space = text.rfind(" ", end - LONGEST_WORD, end)
+            end = space if space > start else end
+        ids = tokenizer.encode(text[start:end], add_bos=False, allow_special=False)
+        yield end, max(0, len(ids) - CUT_TOKENS)
+        start = end

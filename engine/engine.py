@@ -27,7 +27,6 @@ from .encoding import prompt_ids
 from .generation import GenerationConfig, resolve_generation
 from .loading import (
     cache_config,
-    check_choice,
     check_quant,
     choose_device,
     context_limit,
@@ -37,18 +36,16 @@ from .loading import (
     stage_reporter,
 )
 from .memory import check_download, check_memory, plan_run, weights_of
-from .precision import DTYPES
+from .options import EngineOptions
 from .reply import OnProgress, reply
 from .results import Piece, Result, collect
 from .runner import Runner, room_for_reply
 from .sequence import Sequence as TextSequence
-from .stepper import STEPS
+from .stepper import check_step
 
 log = logging.getLogger(__name__)
 
 Message = dict[str, str]
-ATTENTION = ("auto", "sdpa")
-MOST_THREADS = 1024  # torch's own pool crashes the process with too many
 
 
 class Engine:
@@ -117,19 +114,11 @@ class Engine:
         """
         started = time.perf_counter()
         cache = cache_config(cache, cache_options)
-        check_choice("attention backend", attention, ATTENTION)
-        check_choice("step", step, STEPS)
-        if chunk < 1:
-            raise OptionError(f"chunk must be at least 1 token, not {chunk}")
-        if dtype is not None:
-            check_choice("dtype", dtype, DTYPES)
+        EngineOptions(dtype, device, threads, context, rope_scaling, chunk, attention, step, quant)  # checks them
         target = choose_device(device)
-        check_quant(quant, dtype, target)
+        check_quant(quant, target)
+        check_step(step, target)
         if threads is not None:
-            if threads < 1:
-                raise OptionError(f"threads must be at least 1, not {threads}")
-            if threads > MOST_THREADS:
-                raise OptionError(f"threads must be at most {MOST_THREADS:,}, not {threads:,}")
             torch.set_num_threads(threads)
         report = stage_reporter(on_progress)
         path = (
@@ -174,9 +163,12 @@ class Engine:
             step=step,
             threads=threads or torch.get_num_threads(),
         )
+        if step == "compiled":
+            _ = engine._runner.step  # what it cannot run is refused now, not after a long prompt has been read
+        name = path.name or Path(model).stem  # random weights may have a file of a name of its own
         names = [quant or dtype_name(decoder.dtype)]
         names += [dtype_name(dtype) for dtype in (engine._runner.layout.kv_dtype, decoder.compute_dtype)]
-        log.info("%s: %s weights, %s keys and values, computed in %s on %s", path.name, *names, target)
+        log.info("%s: %s weights, %s keys and values, computed in %s on %s", name, *names, target)
         engine.load_s = time.perf_counter() - started
         return engine
 
@@ -223,6 +215,7 @@ class Engine:
         self._runner = None
 
     def __enter__(self) -> Engine:
+        _ = self.runner  # raises where the engine has been closed
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -246,6 +239,7 @@ class Engine:
         and `ids`. Options are the fields of GenerationConfig, as keywords or in `config`. Closing the iterator early
         ends the reply and frees its rows. Wrong input raises here, not at the first piece.
         """
+        _ = self.runner
         prompt_ids = self.encode(prompt, messages=messages, ids=ids)
         generation = self._generation(config, options)
         room_for_reply(len(prompt_ids), generation.max_new_tokens or 0, self.context)
@@ -258,12 +252,17 @@ class Engine:
     def generate(self, prompt: str | list[str] | None = None, **options: Any) -> Result | list[Result]:
         """Generate a whole reply; see `stream` for the arguments. A list of prompts gives a list, one after another."""
         if isinstance(prompt, list):
-            return [self.generate(text, **options) for text in prompt]
+            if options.get("messages") is not None or options.get("ids") is not None:
+                raise OptionError("give exactly one of a prompt text, messages and ids")
+            prompts = [self.encode(text) for text in prompt]  # all of them before the first reply
+            options |= {"messages": None, "ids": None}
+            return [self.generate(**{**options, "ids": ids}) for ids in prompts]
         ids = self.encode(prompt, messages=options.pop("messages", None), ids=options.pop("ids", None))
         return collect(self.stream(ids=ids, **options), ids)
 
     def chat(self, system: str | None = None) -> Chat:
         """A conversation over the budget: each turn reads only what is new. See `engine/chat.py`."""
+        _ = self.runner
         return Chat(self, system)
 
     def score(self, text: str | Sequence[int]) -> list[float]:
@@ -291,7 +290,7 @@ class Engine:
         """The chat template; raises PromptError if the model has none."""
         self.text_tokenizer()
         if self.template is None:
-            raise PromptError(f"{self.model_path} has no chat template: give plain text instead (--raw)")
+            raise PromptError(f"{self.model_path} has no chat template: give plain text instead")
         return self.template
 
     def _generation(self, config: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:

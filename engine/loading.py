@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,52 +13,38 @@ import torch
 from ..cache.config import CacheConfig
 from ..errors import BackendError, OptionError
 from ..models.config import ModelConfig
-from ..models.quantisation import QUANTS
 from ..models.tokenizer import Tokenizer
 from .results import Progress
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The device asked for, or a GPU if there is one."""
+    """The device asked for (a name that `EngineOptions` lets pass), or a GPU if there is one."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise BackendError(f"unknown device {name!r}: give cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
-        raise BackendError(f"the device {name!r} is not supported: give cpu, cuda or cuda:N")
+    device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise BackendError("there is no CUDA device here (or this torch was built without CUDA): use --device cpu")
+        raise BackendError("there is no CUDA device here (or torch was built without it): set the option device to cpu")
     return device
 
 
-def check_choice(what: str, value: str, choices: Iterable[str]) -> None:
-    """Raise OptionError unless `value` is one of the choices."""
-    if value not in choices:
-        raise OptionError(f"unknown {what} {value!r}: choose one of {', '.join(choices)}")
-
-
-def check_quant(quant: str | None, dtype: str | None, device: torch.device) -> None:
-    """Raise OptionError or BackendError for a quantisation that cannot be applied."""
+def check_quant(quant: str | None, device: torch.device) -> None:
+    """Raise BackendError for a quantisation that the device has no products for."""
     if quant is None:
         return
-    check_choice("quantisation", quant, QUANTS)
-    if dtype is not None:
-        raise OptionError(f"weights are stored either as {quant} or as {dtype}: give one of quant and dtype")
     if device.type != "cpu":
-        raise BackendError(f"{quant} weights run on a CPU only: leave quant out, or choose --device cpu")
+        raise BackendError(
+            f"{quant} weights run on a CPU only: leave the option quant out, or set the option device to cpu"
+        )
 
 
 def context_limit(asked: int | None, config: ModelConfig) -> int:
+    """The most tokens of a text. Raises OptionError for more than the model can have."""
     if asked is None:
         return config.max_position_embeddings
-    if asked < 1:
-        raise OptionError(f"context must be at least 1 token, not {asked}")
     if asked > config.max_position_embeddings:
         raise OptionError(
             f"a context of {asked:,} tokens is more than the model's {config.max_position_embeddings:,}: "
-            "stretch it with --rope-scaling KIND:FACTOR, or ask for less"
+            "stretch it with the option rope_scaling (KIND:FACTOR), or ask for less"
         )
     return asked
 

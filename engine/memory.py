@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ..cache.budget import DEFAULT_BUDGET, Budget, check_budget, parse_bytes
+from ..cache.budget import DEFAULT_BUDGET, Budget, parse_bytes, size_text
 from ..cache.config import CacheConfig
 from ..cache.layout import ArenaLayout, arena_bytes, arena_size, budget_within
 from ..cache.policies import PolicyModel, make_policy
@@ -155,12 +155,12 @@ def first_budget(
         if cache.decode_policy == "hold":
             raise OptionError(
                 f"the policy {cache.policy!r} keeps everything, so there is no size to hold: "
-                "use --decode-policy grow, or a policy that evicts"
+                "set the option decode_policy to grow, or take a policy that evicts"
             )
         return None
-    budget = check_budget(Budget.parse(cache.budget).tokens(prompt_tokens), cache.window)
+    asked = Budget.parse(cache.budget)
     if cache.kv_memory is None:
-        return budget
+        return asked.tokens(prompt_tokens, cache.window)
     within = budget_within(
         layout,
         parse_bytes(cache.kv_memory),
@@ -170,8 +170,8 @@ def first_budget(
         window=cache.window,
         context=context,
     )
-    given = Budget.parse(cache.budget) != Budget(count=DEFAULT_BUDGET)
-    return min(budget, within) if given else within
+    given = asked != Budget(count=DEFAULT_BUDGET)
+    return min(asked.tokens(prompt_tokens, cache.window), within) if given else within
 
 
 def layer_elements(config: ModelConfig) -> int:
@@ -232,7 +232,7 @@ def check_memory(plan: Plan, available: Available | None) -> None:
         return
     raise MemoryLimit(
         f"this run needs {need} ({parts}), but {available.limit} has {free} free: "
-        "take a smaller model, a smaller --budget or a shorter prompt, or free memory"
+        "take a smaller model, a smaller budget or a shorter prompt, or free memory"
     )
 
 
@@ -265,10 +265,3 @@ def check_download(
             device=device,
         )
     check_memory(plan, available_memory(str(device)))
-
-
-def size_text(count: int) -> str:
-    """`812 KiB`, `31.4 MiB`, `14.50 GiB`."""
-    if count < 1 << 20:
-        return f"{count / (1 << 10):,.0f} KiB"
-    return f"{count / (1 << 20):,.1f} MiB" if count < 1 << 30 else f"{count / (1 << 30):,.2f} GiB"

@@ -7,24 +7,36 @@ new option cannot be forgotten, and a flag can never have a default of its own.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar
 
+from ..cache.config import CacheConfig
 from ..errors import OptionError
+from ..models.rope_config import parse_scaling
+from .generation import GenerationConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
+ATTENTION = ("auto", "sdpa")
+STEPS = ("auto", "compiled", "eager")
+QUANTS = ("int8", "int4")
+MOST_THREADS = 1024  # torch's own pool crashes the process with too many
+_DEVICE = re.compile(r"cpu|cuda(:[0-9]+)?")
 
 Options = TypeVar("Options")
 
 
 class UsageError(Exception):
-    """A command line that does not parse, or flags that exclude one another: one line, exit code 2."""
+    """A command line that does not parse, a value that no model could take, or flags that exclude one another."""
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How a model is loaded and run: the keyword arguments of `Engine.load` with the same names and defaults."""
+    """How a model is loaded and run: the keyword arguments of `Engine.load` with the same names and defaults.
+
+    Raises OptionError for a value that is wrong whatever the model and the machine.
+    """
 
     dtype: str | None = None
     device: str | None = None
@@ -39,8 +51,26 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for name in ("threads", "context", "chunk"):
             value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise OptionError(f"{name} must be a whole number, not {value!r}")
             if value is not None and value < 1:
                 raise OptionError(f"{name} must be at least 1, not {value}")
+        if self.threads is not None and self.threads > MOST_THREADS:
+            raise OptionError(f"threads must be at most {MOST_THREADS:,}, not {self.threads:,}")
+        choices = {"dtype": DTYPES, "attention": ATTENTION, "step": STEPS, "quant": QUANTS}
+        for name, known in choices.items():
+            value = getattr(self, name)
+            if value not in known and not (value is None and name in ("dtype", "quant")):
+                raise OptionError(f"{name} must be one of {', '.join(known)}, not {value!r}")
+        if self.device is not None and not (isinstance(self.device, str) and _DEVICE.fullmatch(self.device)):
+            raise OptionError(f"device must be cpu, cuda or cuda:N, not {self.device!r}")
+        if self.quant is not None and self.dtype is not None:
+            raise OptionError(
+                f"weights are stored either as {self.quant} or as {self.dtype}: give one of the option quant and "
+                "the option dtype"
+            )
+        if self.rope_scaling is not None:
+            parse_scaling(self.rope_scaling)
 
 
 @dataclass(frozen=True)
@@ -156,12 +186,12 @@ ENGINE_FLAGS = {
     "context": Flag("the most tokens of a conversation; default what the model was made for", positive_count, "N"),
     "rope_scaling": Flag("stretch the context: linear:F, dynamic:F or yarn:F", metavar="KIND:F"),
     "chunk": Flag("tokens read at a time within a layer", positive_count, "N"),
-    "attention": Flag("attention backend: auto or sdpa", metavar="NAME"),
+    "attention": Flag("attention backend", choices=ATTENTION),
     "step": Flag(
         "what decodes: compiled (numba), eager (plain torch), or auto: compiled where it can be",
-        choices=("auto", "compiled", "eager"),
+        choices=STEPS,
     ),
-    "quant": Flag("int8 or int4 weights, packed once into the cache folder (CPU)", choices=("int8", "int4")),
+    "quant": Flag("int8 or int4 weights, packed once into the cache folder (CPU)", choices=QUANTS),
 }
 
 # fields that are constants of the method rather than choices of a user
@@ -171,6 +201,11 @@ NOT_FLAGS = {"pool"}
 def flag_name(field: str, flag: Flag) -> str:
     """`--max-tokens` for `max_new_tokens`, else the field's own name with dashes."""
     return flag.name or "--" + field.replace("_", "-")
+
+
+_FLAG_NAMES = {
+    field: flag_name(field, flag) for field, flag in {**ENGINE_FLAGS, **CACHE_FLAGS, **GENERATION_FLAGS}.items()
+} | {"revision": "--revision"}
 
 
 def add_flags(
@@ -204,3 +239,22 @@ def from_args(cls: type[Options], args: argparse.Namespace) -> Options:
             continue
         values[field.name] = tuple(value) if isinstance(value, list) else value
     return cls(**values)
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Every value of the command line that is wrong whatever the model and the machine: raises OptionError.
+
+    The one place where the command line learns of them, before anything is read; what turns out later is an error of
+    the run.
+    """
+    try:
+        for cls in (EngineOptions, CacheConfig, GenerationConfig):
+            from_args(cls, args)
+    except OptionError as error:
+        name, _, rest = str(error).partition(" ")  # many begin with the field that they are about
+        raise type(error)(f"{_FLAG_NAMES.get(name, name)} {rest}") from None
+
+
+def spell_flags(message: str) -> str:
+    """A message of the library as people at a command line write it: `the option rope_scaling` is `--rope-scaling`."""
+    return re.sub(r"\bthe option ([a-z0-9_]+)\b", lambda match: _FLAG_NAMES.get(match[1], match[0]), message)

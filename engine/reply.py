@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator
 from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ..cache.budget import Budget
 from .generation import GenerationConfig
 from .results import FinishReason, Piece, Progress
 from .runner import Timing
@@ -16,6 +18,8 @@ from .text import TextStream
 
 if TYPE_CHECKING:
     from .engine import Engine
+
+log = logging.getLogger(__name__)
 
 OnProgress = Callable[[Progress], None]
 
@@ -35,6 +39,8 @@ def reply(
     The end token is not part of the reply; then, and where only held-back text is left, the last piece has no id.
     """
     runner, timing = engine.runner, timing or Timing()
+    if not sequence.total and sequence.budget is None and engine.cache.policy != "full":
+        tell_if_raised(Budget.parse(engine.cache.budget), len(prompt_ids), engine.cache.window)
     text = TextStream(engine.tokenizer, prompt_ids, stop=generation.stop) if engine.tokenizer is not None else None
     count, finish, tail = 0, "length", ""
     tokens = runner.generate(
@@ -68,6 +74,13 @@ def reply(
         tail = text.finish()
     reason: FinishReason = "stop" if finish == "stop" else "length"
     yield Piece(tail, finish_reason=reason, stats=_statistics(engine, sequence, timing, generation, count, reason))
+
+
+def tell_if_raised(budget: Budget, prompt_tokens: int, window: int) -> None:
+    """Log that a percentage of a short prompt is less than the window, where it is."""
+    notice = budget.raised(prompt_tokens, window)
+    if notice is not None:
+        log.info(notice)
 
 
 def _chunk_reporter(layers: int, on_progress: OnProgress | None) -> Callable[[int, int, int], None] | None:

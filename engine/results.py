@@ -54,12 +54,11 @@ class Result:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a stage has come: `done` of `total` (bytes for load and download, token-layers for prefill).
-
-    A total of 0 is unknown: "compile" is reported about ten times a second until it is over.
+    """How far a stage has come: `done` of `total` (bytes of load and download, characters of tokenize, token-layers of
+    prefill). A total of 0 is unknown: "compile" is reported about ten times a second until it is over.
     """
 
-    stage: Literal["load", "download", "prefill", "compile"]
+    stage: Literal["load", "download", "tokenize", "prefill", "compile"]
     done: int
     total: int
     layer: int | None = None

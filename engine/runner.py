@@ -305,6 +305,6 @@ def room_for_reply(total: int, new_tokens: int, context: int) -> int:
     if total >= context:
         raise PromptError(
             f"the prompt has {total:,} tokens, but the model's context is {context:,} and a reply needs at least 1: "
-            "shorten the prompt, or stretch the context with --rope-scaling KIND:FACTOR"
+            "shorten the prompt, or stretch the context with the option rope_scaling (KIND:FACTOR)"
         )
     return min(new_tokens, context - total)

@@ -191,7 +191,7 @@ def not_finite_message(step: int) -> str:
     """What a reader of `sample` says where it finds NOT_FINITE."""
     return (
         f"the model produced NaN or infinite logits at new token {step + 1}: its weights may be damaged, "
-        "or its dtype too narrow (try --dtype float32)"
+        "or its dtype too narrow (try float32 for the option dtype)"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Callable
 from typing import Protocol
@@ -13,12 +14,10 @@ from ..cache.arena import Arena
 from ..errors import BackendError
 from ..models.decoder import Decoder
 from . import decode
+from .kernels import NO_NUMBA, ON_CPU
 from .sequence import Sequence
 
 log = logging.getLogger(__name__)
-
-STEPS = ("auto", "compiled", "eager")
-
 
 OnWait = Callable[[], None]  # called about ten times a second while something is waited for; it may raise
 
@@ -45,8 +44,18 @@ class EagerStep:
         pass
 
 
+def check_step(wanted: str, device: torch.device) -> None:
+    """Raise BackendError if "compiled" is wanted where it cannot run whatever the model: before weights are read."""
+    if wanted == "compiled":
+        if device.type != "cpu":
+            raise BackendError(ON_CPU)
+        if importlib.util.find_spec("numba") is None:
+            raise BackendError(NO_NUMBA)
+
+
 def make_step(decoder: Decoder, kv_dtype: torch.dtype, wanted: str, threads: int) -> Step:
-    """The step of a name in STEPS. "auto" says once why it falls back to torch; "compiled" raises BackendError then."""
+    """The step of a name: "compiled", which raises BackendError where it cannot run, "eager" (plain torch), or "auto",
+    which says once why it falls back to torch."""
     if wanted != "eager":
         from .compiled import CompiledStep
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from ..cache.arena import Arena
-from ..cache.budget import parse_bytes
+from ..cache.budget import parse_bytes, size_text
 from ..cache.layout import ArenaLayout, ArenaSize, arena_bytes, arena_size, largest_budget
 from ..errors import MemoryLimit
 from .sequence import Checkpoint, Sequence
@@ -76,7 +76,7 @@ class Tenancy:
         needed = arena_bytes(self.layout, size)
         if self.kv_memory is not None and needed > parse_bytes(self.kv_memory):
             raise MemoryLimit(
-                f"this needs {needed / 2**20:,.1f} MiB of KV memory, more than the {self.kv_memory} allowed: "
+                f"this needs {size_text(needed)} of KV memory, more than the {self.kv_memory} allowed: "
                 "send a shorter text, or start over with more"
             )
         first = not any((self.arena.size.kept, self.arena.size.staging, self.arena.size.decode))

@@ -101,7 +101,7 @@ def decode_input(data: bytes, name: str) -> str:
     if nul >= 0:
         if _looks_like_utf16(data):
             raise PromptError(f"{name}: looks like UTF-16 (NUL at byte {nul}): convert it to UTF-8 first")
-        raise PromptError(f"{name}: is a binary file (NUL at byte {nul}), not text")
+        raise PromptError(f"{name}: is a binary file and not text, it has a NUL (at byte {nul})")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -112,10 +112,12 @@ def decode_input(data: bytes, name: str) -> str:
 
 
 def check_text(text: str, name: str) -> str:
-    """`text` itself. PromptError, with `name` and the byte offset, where it has a lone surrogate.
+    """`text` itself. PromptError, with `name`, where it is no text, or with the byte offset of a lone surrogate in it.
 
     Python puts one in the place of a byte that it could not decode (surrogateescape), JSON may spell one out.
     """
+    if not isinstance(text, str):
+        raise PromptError(f"{name} must be a text, not {text!r}")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -131,8 +133,10 @@ def check_text(text: str, name: str) -> str:
 
 
 def _looks_like_utf16(data: bytes) -> bool:
-    """Most characters of common text have a zero high byte in UTF-16, always on the same side."""
+    """Nearly all characters of Latin text have a zero high byte in UTF-16, always on the same side.
+
+    UTF-8 with a NUL here and there, as between names in a list, is none of it.
+    """
     sample = data[:4096]
-    halves = (sample[0::2], sample[1::2])
-    zeros = [half.count(0) for half in halves]
-    return max(zeros) * 4 >= len(sample) // 2 and min(zeros) * 20 <= max(zeros)
+    zeros = sorted(sample[side::2].count(0) for side in (0, 1))
+    return len(data) % 2 == 0 and zeros[1] * 4 >= len(sample) // 2 * 3 and zeros[0] * 20 <= zeros[1]

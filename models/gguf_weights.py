@@ -111,7 +111,7 @@ def write_weights(
                 if not bool(torch.isfinite(stored).all()):
                     raise WeightsError(
                         f"{file.path}: tensor {tensor.name} has values that are not finite in {dtype}; "
-                        "import it with another --dtype, or download the file again"
+                        "import it with another dtype, or download the file again"
                     )
                 done += out.write(stored.view(torch.uint8).reshape(-1).numpy().data)
                 if on_progress is not None:

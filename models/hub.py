@@ -113,7 +113,9 @@ def _target(name: str | Path, revision: str | None) -> _Target:
     path = Path(text).expanduser()
     if path.is_dir():
         if revision is not None:
-            raise OptionError(f"a revision belongs to a hub model, and {text} is a folder: leave --revision out")
+            raise OptionError(
+                f"a revision belongs to a hub model, and {text} is a folder: leave the option revision out"
+            )
         return _Target(folder=_checked_folder(path, text))
     if path.is_file():
         hint = (
@@ -126,7 +128,7 @@ def _target(name: str | Path, revision: str | None) -> _Target:
     if alias == EMBEDDED:
         if revision is not None:
             raise OptionError(
-                f"a revision belongs to a hub model, and {EMBEDDED} has one version: leave --revision out"
+                f"a revision belongs to a hub model, and {EMBEDDED} has one version: leave the option revision out"
             )
         return _Target()
     if alias is not None:
@@ -160,7 +162,7 @@ def _not_cached(repo: str, revision: str | None, found: Cached) -> ModelNotFound
     if revision is None and len(found.commits) > 1:
         return ModelNotFound(
             f"{repo} has {len(found.commits)} snapshots in {hub_cache_folder()} and no main reference: "
-            f"give --revision ({', '.join(found.commits)})"
+            f"give the option revision ({', '.join(found.commits)})"
         )
     return ModelNotFound(
         f"{where} is not in {hub_cache_folder()} and {network}: run once with the network, or give a folder"

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import UnsupportedModel
+from ..errors import OptionError, UnsupportedModel
 from .config_keys import ConfigKeys
 
+_SCALED_BY_FACTOR = ("linear", "dynamic", "yarn")  # a factor says it all
 _COMMON_KEYS = {"rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "finetuned"}
 _KIND_KEYS: dict[str, set[str]] = {
     "default": set(),
@@ -144,3 +145,23 @@ def _rope_dict(keys: ConfigKeys) -> tuple[Mapping[str, Any], str]:
         if isinstance(value, dict):
             raise UnsupportedModel(f"{keys.where}: {name} differs by layer type ({key}), which is not supported")
     return inner, f"{keys.where}: {name}"
+
+
+def parse_scaling(scaling: str) -> tuple[str, float]:
+    """Kind and factor of `KIND:FACTOR`. Raises OptionError unless it is linear, dynamic or yarn by 1 or more."""
+    kind, separator, number = str(scaling).strip().partition(":")
+    kind = kind.strip().lower()
+    if kind in ROPE_KINDS and kind not in _SCALED_BY_FACTOR:
+        raise OptionError(
+            f"rope scaling {kind} needs more than a factor, so it must be in config.json; "
+            f"by factor: {', '.join(_SCALED_BY_FACTOR)}"
+        )
+    if kind not in _SCALED_BY_FACTOR:
+        raise OptionError(f"rope scaling kind {kind!r} is unknown; use one of {', '.join(_SCALED_BY_FACTOR)}")
+    try:
+        factor = float(number)
+    except ValueError:
+        factor = math.nan
+    if not separator or not 1.0 <= factor < math.inf:
+        raise OptionError(f"rope scaling {scaling!r} must be KIND:FACTOR with a factor of at least 1, such as yarn:4")
+    return kind, factor

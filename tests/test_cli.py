@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +23,8 @@ import pytest
 from cake_infer import cli
 from cake_infer.cache.config import CacheConfig
 from cake_infer.engine.generation import GenerationConfig
-from cake_infer.engine.options import EngineOptions
+from cake_infer.engine.options import EngineOptions, spell_flags
+from cake_infer.errors import BudgetError
 
 FAKE = Path(__file__).parent / "engine" / "fake_engine.py"
 
@@ -396,16 +399,98 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(arguments: list[str], 
         ["--policy-option", "sinks"],
         ["--policy-option", "sinks=4"],
         ["--gamma", "-1"],
+        ["--tau1", "0"],
+        ["--window", "100000"],
+        ["--kv-memory", "much"],
+        ["--seed", "-1"],
+        ["--min-p", "2"],
+        ["--presence-penalty", "3"],
+        ["--device", "toaster"],
+        ["--attention", "magic"],
+        ["--threads", "5000"],
+        ["--rope-scaling", "yarn"],
+        ["--rope-scaling", "yarn:0.5"],
+        ["--quant", "int8", "--dtype", "float32"],
     ],
 )
-def test_a_value_that_cannot_be_applied_is_one_line_before_anything_is_loaded(
-    arguments: list[str], run: Callable[..., Run]
+@pytest.mark.parametrize("command", [[], ["chat"], ["plan"]])
+def test_a_wrong_value_is_one_line_and_exit_code_2_before_anything_is_read(
+    command: list[str], arguments: list[str], run: Callable[..., Run]
 ) -> None:
-    seen = run("--prompt", "x", *arguments)
-    assert (seen.code, seen.out) == (1, "")
+    if command == ["plan"] and f"`{arguments[0]}" not in plan_options():
+        return
+    prompt = [] if command else ["--prompt-file", "there-is-none.txt"]
+    seen = run(*command, *prompt, *arguments, stdin=b"hi\n")
+    assert (seen.code, seen.out) == (2, "")
     assert seen.err.startswith("error: ")
+    assert "there-is-none" not in seen.err
+    assert "--help" in seen.err
     assert seen.err.count("\n") == 1
     assert seen.engine.calls == []
+
+
+def plan_options() -> str:
+    from cake_infer.engine.apps.reference import markdown
+
+    return markdown().split("## cake-infer plan\n")[1].split("## ")[0]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--prompt-file", "there-is-none.txt"],
+        ["--prompt", "x" * 5000],  # longer than the context
+        ["--prompt", ""],
+    ],
+)
+def test_what_turns_out_in_the_run_is_exit_code_1(arguments: list[str], run: Callable[..., Run]) -> None:
+    seen = run(*arguments)
+    assert seen.code == 1
+    assert seen.err.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "begins"),
+    [
+        (["--top-p", "1.5"], "error: --top-p must be"),
+        (["--max-tokens", "5", "--min-p", "2"], "error: --min-p must be"),
+        (["--budget", "5MiB"], "error: cannot read the budget '5MiB': give tokens (1024) or a percentage"),
+    ],
+)
+def test_a_wrong_value_is_blamed_on_its_flag(arguments: list[str], begins: str, run: Callable[..., Run]) -> None:
+    assert run("--prompt", "x", *arguments).err.startswith(begins)
+
+
+def test_options_in_messages_are_spelled_as_flags_here_and_as_names_in_the_library(run: Callable[..., Run]) -> None:
+    with pytest.raises(BudgetError, match=r"goes to the option kv_memory$"):
+        CacheConfig(budget="5MiB")
+    assert "goes to --kv-memory;" in run("--prompt", "x", "--budget", "5MiB").err
+    assert spell_flags("set the option max_new_tokens, the option of_none") == "set --max-tokens, the option of_none"
+
+
+def strings(path: Path) -> list[str]:
+    """Every text in a source file but the docstrings."""
+    tree = ast.parse(path.read_text())
+    scopes = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    documented = [node for node in ast.walk(tree) if isinstance(node, scopes) and ast.get_docstring(node)]
+    docstrings = {id(node.body[0].value) for node in documented if isinstance(node.body[0], ast.Expr)}
+    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docstrings]
+    return [node.value for node in constants if isinstance(node.value, str)]
+
+
+def test_no_message_of_the_library_names_a_flag() -> None:
+    root = Path(cli.__file__).parent
+    files = [path for part in ("models", "cache") for path in (root / part).rglob("*.py")]
+    files += [path for path in (root / "engine").glob("*.py") if path.name != "options.py"]
+    flags = set().union(*(flags_of(command) for command in FLAGS))
+    found = [
+        (path.name, text)
+        for path in files
+        for text in strings(path)
+        if any(re.search(rf"{flag}\b", text) for flag in flags)
+    ]
+    # arguments for pip are no flags of ours
+    assert [entry for entry in found if entry[0] != "embedded.py"] == []
 
 
 # -- prompts ----------------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ class CakeAllocation:
         if not (math.isfinite(statistics.dispersion) and math.isfinite(statistics.shift)):
             raise CakeError(
                 f"the attention of layer {view.layer} is not finite: the weights are damaged or overflow their dtype; "
-                "try --dtype float32"
+                "try float32 for the option dtype"
             )
         return preference(statistics.dispersion, statistics.shift, self.tau1, self.tau2)
 

@@ -39,7 +39,7 @@ class ComposedPolicy:
         if has_nan(indicator, view):
             raise CakeError(
                 f"the scores of layer {view.layer} are not numbers: the weights are damaged or overflow their dtype; "
-                "try --dtype float32"
+                "try float32 for the option dtype"
             )
         carry = getattr(self.indicator, "carry", None)
         return LayerScore(indicator, preference, None if carry is None else carry(view, indicator))

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import BinaryIO, TextIO
 
 from ...errors import CakeError
+from ..options import spell_flags
 from .progress import ProgressBar
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
@@ -16,8 +17,8 @@ LOGGER = "cake_infer"
 
 
 def one_line(message: object) -> str:
-    """The message without line breaks, so that an error is one line whatever it quotes."""
-    return " ".join(str(message).split())
+    """The message without line breaks, so that an error is one line whatever it quotes, and with options as flags."""
+    return spell_flags(" ".join(str(message).split()))
 
 
 class Console:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...cache.config import CacheConfig
-from ...errors import ModelNotFound, PromptError
+from ...errors import PromptError
 from ..generation import DEFAULT_MAX_NEW_TOKENS, GenerationConfig
 from ..options import GENERATION_FLAGS, EngineOptions, add_flags, from_args, positive_count
 from .console import Console
@@ -73,14 +73,15 @@ def run(args: argparse.Namespace) -> int:
     """Prints the plan beside that of a cache that keeps everything, and what this machine has free."""
     cache, options = from_args(CacheConfig, args), from_args(EngineOptions, args)
     new_tokens = from_args(GenerationConfig, args).max_new_tokens
-    from ...models.config import read_config, with_rope_scaling
+    from ...models.config import ModelConfig, read_config, with_rope_scaling
+    from ...models.embedded import SHAPE
     from ..available import available_memory
     from ..loading import choose_device, context_limit
     from ..memory import plan_run, weights_of
 
     device = choose_device(options.device)
     folder = find_config(args)
-    config = read_config(folder)
+    config = ModelConfig.from_dict(SHAPE) if folder is None else read_config(folder)
     if options.rope_scaling is not None:
         config = with_rope_scaling(config, options.rope_scaling)
     context = context_limit(options.context, config)
@@ -117,8 +118,11 @@ class ConfigOnly(Exception):
         self.folder = folder
 
 
-def find_config(args: argparse.Namespace) -> Path:
-    """The folder (or file) with the config; of a hub model the small files are fetched, never the weights."""
+def find_config(args: argparse.Namespace) -> Path | None:
+    """The folder (or file) with the config; of a hub model the small files are fetched, never the weights.
+
+    None for the embedded model where it has not been fetched: its config comes with its weights, and is known.
+    """
     if args.random_weights is not None:
         return Path(args.random_weights)
     from ...models.hub import resolve_model
@@ -130,8 +134,6 @@ def find_config(args: argparse.Namespace) -> Path:
     try:
         return resolve_model(name, revision=args.revision, before_download=stop)
     except ConfigOnly as found:
-        if found.folder is None:
-            raise ModelNotFound(f"{name} is not on this machine, and its config comes with it: run it once") from None
         return found.folder
 
 
@@ -155,7 +157,7 @@ def everything(cache: CacheConfig) -> CacheConfig:
 
 def table(name: str, config: ModelConfig, stored: str, plan: Plan, full: Plan, available: Available | None) -> str:
     """What people read."""
-    from ..memory import size_text
+    from ...cache.budget import size_text
 
     budget = "everything is kept" if plan.budget is None else f"budget {plan.budget:,} tokens per layer and KV head"
     lines = [

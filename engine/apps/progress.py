@@ -11,6 +11,7 @@ from ..results import Progress
 STAGES = {
     "load": "loading",
     "download": "downloading",
+    "tokenize": "counting",
     "prefill": "reading",
     "compile": "compiling",
     "import": "importing",

@@ -199,8 +199,11 @@ class Repl:
             raise PromptError("/read needs the name of a file")
         if name == "-":
             raise PromptError("/read takes a file: standard input is where your messages come from")
+        from ..encoding import check_length
+
         text = read_document(os.path.expanduser(name))
         assert self._engine.tokenizer is not None
+        check_length(self._engine, text, self.chat.tokens_used, self._console.progress)
         tokens = len(self._engine.tokenizer.encode(text, add_bos=False, allow_special=False))
         room = self.chat.context - self.chat.tokens_used
         if tokens >= room:
@@ -220,11 +223,9 @@ class Repl:
         self._console.answer("system prompt set; a new conversation")
 
     def _budget(self, argument: str) -> None:
-        if not argument:
-            self._console.answer(f"budget: {self.chat.budget} tokens per layer and KV head")
-            return
-        self.chat.set_budget(argument)
-        self._console.answer(f"budget: {argument} from the next message on")
+        if argument:
+            self.chat.set_budget(argument)
+        self._console.answer(f"budget: {self.chat.budget_text}")
 
 
 def _unquoted(name: str) -> str:

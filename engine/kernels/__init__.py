@@ -18,6 +18,8 @@ from ...models.embedded import cache_home
 
 log = logging.getLogger(__name__)
 
+NO_NUMBA = "numba is not installed (pip install 'cake-infer[cpu]')"
+ON_CPU = "the compiled step runs on a CPU"
 SOURCES = ("arithmetic", "matvec", "attention", "int4", "rows", "team", "vectors", "step")
 
 
@@ -26,7 +28,7 @@ def load_step() -> ModuleType:
     try:
         import numba
     except ImportError:
-        raise BackendError("numba is not installed (pip install 'cake-infer[cpu]')") from None
+        raise BackendError(NO_NUMBA) from None
     before = numba.config.CACHE_DIR
     numba.config.CACHE_DIR = str(cache_folder())  # read once by each function that is being decorated
     try:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from cake_infer.cache import budget
-from cake_infer.cache.budget import Budget, check_budget, deal_seats, parse_bytes
+from cake_infer.cache.budget import Budget, check_budget, deal_seats, parse_bytes, size_text
 from cake_infer.errors import BudgetError
 
 Deal = Callable[[Sequence[float], Sequence[int], int], list[int]]
@@ -188,7 +188,7 @@ def test_other_budgets_are_refused(value: object) -> None:
 
 
 def test_a_size_in_bytes_is_sent_to_its_own_option() -> None:
-    with pytest.raises(BudgetError, match="--kv-memory"):
+    with pytest.raises(BudgetError, match="the option kv_memory"):
         Budget.parse("512MiB")
 
 
@@ -227,3 +227,32 @@ def test_sizes_in_bytes(value: str | int, size: int) -> None:
 def test_other_sizes_are_refused(value: object) -> None:
     with pytest.raises(BudgetError, match="512MiB"):
         parse_bytes(value)  # type: ignore[arg-type]
+
+
+def test_a_percentage_is_raised_to_the_window_and_says_so_but_a_number_is_refused() -> None:
+    share = Budget.parse("3.2%")
+    assert share.tokens(20, 32) == share.tokens(1000, 32) == 32
+    assert share.tokens(1001, 32) == 33
+    notice = share.raised(20, 32)
+    assert notice is not None
+    assert "3.2% of 20 tokens" in notice
+    assert "32 tokens per layer" in notice
+    assert share.raised(1000, 32) is None
+    assert Budget(count=8).raised(20, 32) is None
+    with pytest.raises(BudgetError, match="minimum is 32"):
+        Budget(count=8).tokens(1000, 32)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 KiB"),
+        (700, "700 bytes"),
+        (10 * 1024, "10 KiB"),
+        (2**20 - 1, "1,024 KiB"),
+        (3 * 2**19, "1.5 MiB"),
+        (5 * 2**29, "2.50 GiB"),
+    ],
+)
+def test_a_size_is_written_in_the_unit_that_shows_it(count: int, text: str) -> None:
+    assert size_text(count) == text

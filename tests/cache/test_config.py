@@ -49,6 +49,7 @@ def test_what_can_be_applied_is_accepted(options: dict[str, Any]) -> None:
     ("options", "says"),
     [
         ({"budget": 31}, "minimum is 32"),
+        ({"window": 100_000}, "a window of 100,000 tokens.*take a smaller window"),
         ({"budget": "7", "window": 8}, "minimum is 8"),
         ({"budget": 0}, "keeps nothing"),
         ({"budget": "abc"}, r"3\.2%"),
@@ -132,3 +133,8 @@ def test_options_of_a_policy_reach_the_part_that_has_them() -> None:
     assert mixed.options["indicator"] == {"pool": 3, "pooling": "avg"}
     assert mixed.options["allocation"] == {"tau1": 0.5, "tau2": None}
     assert CacheConfig(policy="full").choice is None
+
+
+@pytest.mark.parametrize("options", [{"kv_memory": "1GiB"}, {"policy": "full"}, {"budget": "10%"}, {"budget": 4000}])
+def test_a_wide_window_is_fine_where_the_default_budget_does_not_count(options: dict[str, Any]) -> None:
+    assert CacheConfig(window=2000, **options).window == 2000

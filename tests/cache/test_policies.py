@@ -181,5 +181,5 @@ def test_attention_that_is_not_finite_names_the_layer(value: float) -> None:
     view = make_view()
     view.queries.abs_()  # -inf gives a logit of -inf: the attention is 0, its entropy no number
     view.keys[1, 30, 2] = value
-    with pytest.raises(CakeError, match=r"layer 3 is not finite.*--dtype float32"):
+    with pytest.raises(CakeError, match=r"layer 3 is not finite.*float32 for the option dtype"):
         cake().score(view)

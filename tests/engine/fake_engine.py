@@ -133,6 +133,10 @@ class FakeChat:
         self.tokens_used = 0
         self.stats: Statistics | None = None
 
+    @property
+    def budget_text(self) -> str:
+        return f"{self.budget} in words"
+
     def set_budget(self, budget: str) -> None:
         if budget.isdigit() and int(budget) < 32:
             raise BudgetError(f"a budget of {budget} tokens is below the window: the minimum is 32")

@@ -292,6 +292,53 @@ def test_the_budget_can_change_between_turns(model_folder, kept_positions, force
     assert chat.budget == -(-used // 10)
 
 
+def test_the_budget_in_words_says_what_a_percentage_came_to_and_what_waits(model_folder, force, caplog):
+    chat = load(model_folder()).chat()
+    force([10] * 1000)
+    assert chat.budget_text == "1,024 tokens per layer and KV head"
+    chat.set_budget("50%")
+    assert chat.budget_text == "50% of the first prompt"
+    say(chat, "the first of them " * 10, max_new_tokens=2)
+    first, fixed = chat.stats.full_tokens, chat.budget
+    assert chat.budget_text == f"{fixed} tokens per layer and KV head (50% of {first} tokens)"
+    fed = len(chat._sequence.ids)
+    chat.set_budget("10%")
+    ten = -(-fed // 10)
+    assert chat.budget_text == f"{ten} tokens per layer and KV head (10% of {fed} tokens), from the next message on"
+    say(chat, "and", max_new_tokens=2)
+    assert chat.budget_text == f"{ten} tokens per layer and KV head (10% of {fed} tokens)"
+    with caplog.at_level(logging.INFO):
+        chat.set_budget("0.1%")
+    assert "less than the window" in caplog.text
+    assert chat.budget_text.startswith("8 tokens per layer and KV head (0.1% of ")
+    chat.set_budget(40)
+    assert chat.budget_text == "40 tokens per layer and KV head, from the next message on"
+    chat.clear()
+    assert chat.budget_text == "40 tokens per layer and KV head"
+    assert "keeps everything" in load(model_folder(), policy="full").chat().budget_text
+    assert "1MiB of KV memory" in load(model_folder(), kv_memory="1MiB").chat().budget_text
+
+
+def test_a_percentage_of_a_short_first_message_keeps_the_window_with_a_notice(model_folder, force, caplog):
+    chat = load(model_folder(), budget="1%").chat()
+    force([10] * 100)
+    with caplog.at_level(logging.INFO):
+        say(chat, "one", max_new_tokens=2)
+        say(chat, "and two " * 10, max_new_tokens=2)
+    assert chat.budget == 8
+    assert caplog.text.count("less than the window") == 1
+
+
+@pytest.mark.parametrize("text", [None, 3, b"bytes"])
+def test_a_message_that_is_no_text_is_refused(model_folder, text):
+    engine = load(model_folder())
+    with pytest.raises(PromptError, match="the message must be a text"):
+        engine.chat().send(text)
+    if text is not None:
+        with pytest.raises(PromptError, match="the system text must be a text"):
+            engine.chat(system=text)
+
+
 def test_a_percentage_set_before_the_first_message_is_of_its_prompt_and_then_fixed(model_folder, force):
     engine = load(model_folder())
     chat = engine.chat()

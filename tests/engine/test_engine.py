@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import logging
 import math
@@ -15,6 +16,7 @@ import pytest
 import torch
 from cake_infer.cache.config import CacheConfig
 from cake_infer.engine import engine as engine_module
+from cake_infer.engine.encoding import token_counts
 from cake_infer.engine.engine import Engine
 from cake_infer.engine.generation import GenerationConfig
 from cake_infer.errors import (
@@ -33,7 +35,7 @@ PROMPT = "the first of them was not this one, and all that is left "
 
 
 def load(folder, **options):
-    return Engine.load(folder, step="eager", **{"window": 8, **options})
+    return Engine.load(folder, **{"step": "eager", "window": 8, **options})
 
 
 def change_weights(folder, change):
@@ -313,10 +315,16 @@ def test_wrong_input_is_refused_before_the_first_piece(model_folder, prompt, err
         ({"budgets": 3}, OptionError, "unknown option 'budgets'"),
         ({"budget": 7}, BudgetError, "the minimum is 8"),
         ({"policy": "best"}, OptionError, "unknown policy 'best'"),
-        ({"device": "toaster"}, BackendError, "unknown device 'toaster'"),
-        ({"device": "meta"}, BackendError, "not supported"),
-        ({"dtype": "float8"}, OptionError, "unknown dtype 'float8'"),
-        ({"attention": "magic"}, OptionError, "unknown attention backend 'magic'"),
+        ({"device": "toaster"}, OptionError, "device must be cpu, cuda or cuda:N, not 'toaster'"),
+        ({"device": "meta"}, OptionError, "not 'meta'"),
+        ({"dtype": "float8"}, OptionError, "dtype must be one of .*not 'float8'"),
+        ({"attention": "magic"}, OptionError, "attention must be one of .*not 'magic'"),
+        ({"step": "fast"}, OptionError, "step must be one of .*not 'fast'"),
+        ({"quant": "int3"}, OptionError, "quant must be one of .*not 'int3'"),
+        ({"quant": "int8", "dtype": "float32"}, OptionError, "give one of"),
+        ({"rope_scaling": "yarn"}, OptionError, "KIND:FACTOR"),
+        ({"threads": 5000}, OptionError, "threads must be at most 1,024, not 5,000"),
+        ({"chunk": 2.5}, OptionError, "chunk must be a whole number"),
         ({"chunk": 0}, OptionError, "chunk must be at least 1"),
         ({"threads": 0}, OptionError, "threads must be at least 1"),
         ({"context": 0}, OptionError, "context must be at least 1"),
@@ -448,13 +456,6 @@ def test_a_budget_is_kept_to_the_token(model_folder, budget, kept):
     stats = engine.generate(ids=[10] * 100 if kept > 8 else [10] * 110, max_new_tokens=3).stats
     assert stats.kept_tokens == kept
     assert stats.kept_bytes == kept * 3 * 2 * 2 * 8 * 4  # layers, KV heads, key and value, head_dim, fp32
-
-
-def test_a_percentage_below_the_window_is_refused_with_the_minimum(model_folder):
-    engine = load(model_folder(), budget="5%")
-    with pytest.raises(BudgetError, match="the minimum is 8"):
-        engine.generate(ids=[10] * 100)
-    assert engine.generate(ids=[10] * 200, max_new_tokens=1).stats.kept_tokens == 10
 
 
 # -- neighbours, failures, leftovers ----------------------------------------------------------------------------------
@@ -622,9 +623,112 @@ def test_a_memory_that_is_not_there_leaves_the_engine_usable(model_folder, monke
     ]
 
 
-def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(model_folder, monkeypatch):
-    with load(model_folder(), context=100) as engine:
-        monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("the text was tokenized"))
-        for ask in (engine.stream, lambda text: engine.stream(messages=[{"role": "user", "content": text}])):
-            with pytest.raises(PromptError, match=r"at least [\d,]+ tokens, but the model's context is 100"):
-                ask("the " * 100_000)
+@pytest.fixture
+def tokenized(monkeypatch):
+    """How many characters each call of the tokenizer was given."""
+    lengths, encode = [], Tokenizer.encode_with_literals
+
+    def counted(self, text, *arguments, **keywords):
+        lengths.append(len(text))
+        return encode(self, text, *arguments, **keywords)
+
+    monkeypatch.setattr(Tokenizer, "encode_with_literals", counted)
+    return lengths
+
+
+def test_a_text_that_cannot_fit_is_refused_after_a_part_of_it(model_folder, tokenized):
+    with load(model_folder(), context=4000) as engine:
+        chat = engine.chat()
+        message = r"at least [\d,]+ tokens, but the model's context is 4,000.*the option rope_scaling"
+        tokenized.clear()
+        asks = (engine.stream, lambda text: engine.stream(messages=[{"role": "user", "content": text}]), chat.send)
+        for ask in asks:
+            with pytest.raises(PromptError, match=message):
+                ask("the ferry leaves at seven, " * 100_000)
+        assert sum(tokenized) < 3 * 100_000, "more was tokenized than was needed to see that it is too long"
+
+
+@pytest.mark.parametrize("words", ["the ferry leaves at seven, ", "a", "\u00e9\u4e2d", "x  \n"])
+def test_a_text_counted_in_pieces_never_has_more_tokens_than_the_whole(model_folder, words):
+    with load(model_folder()) as engine:
+        text = words * (300_000 // len(words))
+        whole = len(engine.tokenizer.encode(text, add_bos=False))
+        counted = list(token_counts(engine.tokenizer, text))
+        assert counted[-1][0] == len(text)
+        assert whole * 0.99 <= sum(tokens for _, tokens in counted) <= whole
+
+
+def test_counting_a_long_text_can_be_broken_off(model_folder, tokenized):
+    def leave(progress):
+        assert progress.stage == "tokenize"
+        raise KeyboardInterrupt
+
+    with load(model_folder(max_position_embeddings=4_000_000)) as engine:
+        chat = engine.chat()
+        tokenized.clear()
+        with pytest.raises(KeyboardInterrupt):
+            chat.send("the ferry leaves at seven, " * 100_000, on_progress=leave)
+        assert sum(tokenized) < 100_000
+        assert chat.messages == []
+
+
+def test_every_prompt_of_a_list_is_looked_at_before_the_first_reply(model_folder, monkeypatch):
+    with load(model_folder()) as engine:
+        monkeypatch.setattr(type(engine.runner), "generate", lambda *_, **__: pytest.fail("a reply was begun"))
+        with pytest.raises(PromptError, match="not 3"):
+            engine.generate(["a", 3])
+        with pytest.raises(PromptError, match="lone surrogate"):
+            engine.generate(["a", "\ud800"])
+        with pytest.raises(OptionError, match="exactly one"):
+            engine.generate(["a"], ids=[5])
+
+
+def test_a_list_of_prompts_gives_what_each_gives_alone(model_folder):
+    with load(model_folder()) as engine:
+        results = engine.generate(["one of them", "and two"], max_new_tokens=4)
+        alone = [engine.generate(text, max_new_tokens=4) for text in ("one of them", "and two")]
+        assert [(result.ids, result.prompt_ids) for result in results] == [(r.ids, r.prompt_ids) for r in alone]
+
+
+@pytest.mark.parametrize("use", ["__enter__", "chat", "stream"])
+def test_a_closed_engine_says_so_at_once(model_folder, use):
+    engine = load(model_folder())
+    engine.close()
+    with pytest.raises(CakeError, match="closed"):
+        getattr(engine, use)(*["text"] * (use == "stream"))
+
+
+def test_a_percentage_of_a_short_prompt_keeps_the_window_with_a_notice(model_folder, caplog):
+    with load(model_folder(), budget="3.2%") as engine, caplog.at_level(logging.INFO):
+        first = engine.generate(ids=[10] * 5, max_new_tokens=3)
+        assert (first.stats.budget, first.stats.kept_tokens) == (8, 5)
+        assert caplog.text.count("3.2% of 5 tokens is less than the window") == 1
+        caplog.clear()
+        assert engine.generate(ids=[10] * 1000, max_new_tokens=3).stats.budget == 32
+        assert "window" not in caplog.text
+
+
+def test_the_compiled_step_is_refused_before_weights_are_read_where_numba_is_missing(model_folder, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "numba" else found(name, *a))
+    monkeypatch.setattr("cake_infer.engine.engine.load_decoder", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises(BackendError, match=r"cake-infer\[cpu\]"):
+        Engine.load(model_folder(), step="compiled")
+
+
+def test_a_format_that_the_compiled_step_lacks_is_refused_at_load(model_folder):
+    pytest.importorskip("numba")
+    with pytest.raises(BackendError, match="float16"):
+        Engine.load(model_folder(), step="compiled", kv_dtype="float16")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tiny.json"])
+def test_random_weights_are_called_by_a_name(model_folder, caplog, name, tmp_path):
+    folder = model_folder()
+    file = folder / name
+    if name != "config.json":
+        file = tmp_path / name
+        file.write_text((folder / "config.json").read_text())
+    with caplog.at_level(logging.INFO):
+        Engine.load(file, random_weights=True, step="eager").close()
+    assert f"{'tiny' if name == 'tiny.json' else folder.name}: float32 weights" in caplog.text

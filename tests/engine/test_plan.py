@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 import torch
 from cake_infer import cli
+from cake_infer.cache.budget import size_text
 from cake_infer.cache.config import CacheConfig
 from cake_infer.engine import memory
 from cake_infer.engine.available import Available, available_memory
 from cake_infer.engine.engine import Engine
-from cake_infer.engine.memory import check_download, check_memory, plan_run, size_text, weights_of
-from cake_infer.errors import BudgetError, MemoryLimit
+from cake_infer.engine.memory import Plan, check_download, check_memory, plan_run, weights_of
+from cake_infer.errors import MemoryLimit
 from cake_infer.models.config import read_config
+from cake_infer.models.registry import ALIASES
 from cake_infer.models.weights import load_decoder
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -163,13 +165,15 @@ def test_the_plan_takes_the_weights_from_the_headers_of_the_files(
     assert weights_of(None, config, None) == (2 * nbytes, torch.float32), "the config alone says float32"
 
 
-def test_a_budget_below_the_window_cannot_be_planned(checkpoint: Callable[..., Path]) -> None:
+def test_a_percentage_below_the_window_is_planned_as_the_window(checkpoint: Callable[..., Path]) -> None:
     config = read_config(checkpoint())
-    cache = CacheConfig(budget="1%")
-    with pytest.raises(BudgetError, match="32"):
-        plan_run(
-            config, cache, weights=1, stored=torch.bfloat16, prompt_tokens=1000, new_tokens=1, chunk=512, device="cpu"
-        )
+
+    def plan(budget: str | int) -> Plan:
+        cache = CacheConfig(budget=budget)
+        return plan_run(config, cache, weights=1, stored=torch.bfloat16, prompt_tokens=1000, new_tokens=1, chunk=512)
+
+    assert plan("1%") == plan(32)
+    assert plan("1%").budget == 32
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -253,8 +257,20 @@ def test_plan_of_a_model_a_revision_and_a_device(
     )
     assert cli.main(["plan", "--model", str(folder), "--revision", "main"]) == 1
     assert "revision" in capsys.readouterr().err
-    assert cli.main(["plan", "--model", str(folder), "--device", "tpu"]) == 1
+    assert cli.main(["plan", "--model", str(folder), "--device", "tpu"]) == 2
     assert "tpu" in capsys.readouterr().err
+
+
+def test_the_default_model_is_planned_before_it_is_there(
+    plan: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    monkeypatch.setenv("CAKE_INFER_HOME", str(home))
+    found = plan("--model", "smollm2-135m", "--prompt-tokens", "1000")
+    assert found["weights"] == ALIASES["smollm2-135m"].bytes
+    assert found["context"] == 8192
+    assert found["kept"] == 1000 * 30 * 3 * (2 * 64 * 2 + 8)  # tokens, layers, KV heads, and a slot in bf16
+    assert not home.exists(), "something was fetched"
 
 
 def test_plan_of_a_model_whose_taus_are_in_the_table(plan: Callable[..., dict[str, Any]], tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cake_infer.engine.engine import Engine
-from cake_infer.models.embedded import embedded_folder, is_embedded_complete
+from cake_infer.models.config import ModelConfig, read_config
+from cake_infer.models.embedded import SHAPE, embedded_folder, is_embedded_complete
 
 TEXT = "The harbour office keeps watch day and night. Ships that arrive after dark are asked to wait outside the mole, "
 
@@ -28,3 +31,11 @@ def test_logits_and_greedy_ids_are_those_of_transformers() -> None:
     torch.testing.assert_close(torch.tensor(scores), expected, rtol=0, atol=3e-4)
     assert list(found) == wanted[: len(found)]
     assert len(found) >= 5
+
+
+@pytest.mark.skipif(not is_embedded_complete(), reason="the default model has not been downloaded on this machine")
+def test_the_shape_that_is_known_beforehand_is_that_of_the_file() -> None:
+    found = read_config(embedded_folder())
+    known = ModelConfig.from_dict(SHAPE)
+    tokens = {name: getattr(found, name) for name in ("bos_token_id", "eos_token_ids", "pad_token_id")}
+    assert replace(known, **tokens) == found

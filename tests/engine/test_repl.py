@@ -223,7 +223,7 @@ def test_commands_answer_at_the_terminal(chat: Callable[..., Terminal], tmp_path
     terminal.expect("error: ")
     terminal.expect("the minimum is 32")
     terminal.line("/budget 64")
-    terminal.expect("budget: 64 from the next message on")
+    terminal.expect("budget: 64 in words")
     terminal.line("/bugdet 64")
     terminal.expect("unknown command /bugdet")
     terminal.line("/read")

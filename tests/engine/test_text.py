@@ -270,11 +270,14 @@ def test_input_is_utf8_text_without_its_mark_and_with_plain_line_ends():
         (b"ok \xed\xa0\x80", r"0xed at byte 3"),
         ("Hello".encode("utf-16"), r"is UTF-16"),
         ("Hello".encode("utf-16-be"), r"looks like UTF-16"),
-        ("Привет, мир".encode("utf-16-le"), r"NUL at byte"),
+        ("Привет, мир".encode("utf-16-le"), r"NUL \(at byte"),
         ("Hello, this is text\n".encode("utf-16-le"), r"looks like UTF-16"),
         ("Hello".encode("utf-32"), r"is UTF-32"),
-        (b"\x7fELF\x02\x01\x01\x00\x00\x00", r"binary file \(NUL at byte 7\)"),
-        (b"text and then\x00more", r"binary file \(NUL at byte 13\)"),
+        (b"\x7fELF\x02\x01\x01\x00\x00\x00", r"binary file.*NUL \(at byte 7\)"),
+        (b"text and then\x00more", r"binary file.*NUL \(at byte 13\)"),
+        (b"abc\x00def\x00", r"binary file.*NUL \(at byte 3\)"),
+        (b"a\x00b", r"binary file.*NUL \(at byte 1\)"),
+        ("Größe\0Maß".encode(), r"binary file.*NUL \(at byte 7\)"),
     ],
 )
 def test_input_that_is_not_utf8_text_is_refused_with_name_and_offset(data, message):
@@ -282,6 +285,12 @@ def test_input_that_is_not_utf8_text_is_refused_with_name_and_offset(data, messa
         decode_input(data, "doc.txt")
     assert str(error.value).startswith("doc.txt: ")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [None, 3, b"bytes", ["text"]])
+def test_what_is_no_text_is_refused_with_its_name(value):
+    with pytest.raises(PromptError, match="the message must be a text"):
+        check_text(value, "the message")
 
 
 def test_lone_surrogates_are_refused_with_name_and_offset():

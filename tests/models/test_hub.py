@@ -375,7 +375,7 @@ def test_an_unreachable_hub_leaves_the_cache_to_say_what_it_lacks(
     assert f"{snapshot / SHARDS[0]} is missing and the hub cannot be reached" in text
     shutil.rmtree(snapshot.parents[1] / "refs")
     _cache(tmp_path / "hub", "org/name", WANTED, commit=OTHER, ref=None)
-    assert f"give --revision ({COMMIT}, {OTHER})" in _message("org/name")
+    assert f"give the option revision ({COMMIT}, {OTHER})" in _message("org/name")
 
 
 # --- the cache alone ------------------------------------------------------------------------------------------------
@@ -413,7 +413,7 @@ def test_two_snapshots_without_a_reference_ask_for_a_revision(no_network: Path) 
     snapshot = _cache(no_network, "org/name", WANTED, ref=None)
     _cache(no_network, "org/name", WANTED, commit=OTHER, ref=None)
     text = _message("org/name")
-    assert "--revision" in text
+    assert "the option revision" in text
     assert COMMIT in text
     assert OTHER in text
     assert local_model("org/name") is None
@@ -488,7 +488,7 @@ def test_a_revision_of_something_that_has_none_is_refused(no_network: Path) -> N
     Path("mine").mkdir()
     (Path("mine") / "config.json").write_text("{}")
     for name in ("mine", "smollm2-135m"):
-        with pytest.raises(OptionError, match="--revision"):
+        with pytest.raises(OptionError, match="the option revision"):
             resolve_model(name, revision="main")
 
 
