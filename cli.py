@@ -84,9 +84,9 @@ def main(argv: Sequence[str] | None = None, load: Callable[..., Any] | None = No
         if command is None and words and not words[0].startswith("-"):
             parser.error(f"no such command: {words[0]!r} (there are {', '.join(COMMANDS)}; a text goes to --prompt)")
         args = parser.parse_args(words)
-        if hasattr(module, "conflict") and (conflict := module.conflict(args, given_flags(parser, words))):
-            parser.error(conflict)
         try:
+            if hasattr(module, "conflict") and (conflict := module.conflict(args, given_flags(parser, words))):
+                parser.error(conflict)
             check_options(args)
         except OptionError as error:
             parser.error(spell_flags(str(error)))
