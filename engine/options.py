@@ -203,7 +203,7 @@ def flag_name(field: str, flag: Flag) -> str:
     return flag.name or "--" + field.replace("_", "-")
 
 
-_FLAG_NAMES = {
+FLAG_NAMES = {
     field: flag_name(field, flag) for field, flag in {**ENGINE_FLAGS, **CACHE_FLAGS, **GENERATION_FLAGS}.items()
 } | {"revision": "--revision"}
 
@@ -252,9 +252,9 @@ def check_options(args: argparse.Namespace) -> None:
             from_args(cls, args)
     except OptionError as error:
         name, _, rest = str(error).partition(" ")  # many begin with the field that they are about
-        raise type(error)(f"{_FLAG_NAMES.get(name, name)} {rest}") from None
+        raise type(error)(f"{FLAG_NAMES.get(name, name)} {rest}") from None
 
 
 def spell_flags(message: str) -> str:
     """A message of the library as people at a command line write it: `the option rope_scaling` is `--rope-scaling`."""
-    return re.sub(r"\bthe option ([a-z0-9_]+)\b", lambda match: _FLAG_NAMES.get(match[1], match[0]), message)
+    return re.sub(r"\bthe option ([a-z0-9_]+)\b", lambda match: FLAG_NAMES.get(match[1], match[0]), message)

@@ -16,19 +16,15 @@ QUANTS = ("int8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
-class Int8Matrix:
-    """`matrix[row, column] = data[row, column] * factors[row]`: int8 `[out, in]` and fp32 `[out]`, both contiguous."""
+class _Packed:
+    """Packed numbers and what they are multiplied with, both contiguous."""
 
     data: Tensor
     factors: Tensor
 
     @property
-    def shape(self) -> torch.Size:
-        return self.data.shape
-
-    @property
     def dtype(self) -> torch.dtype:
-        return torch.int8
+        return self.data.dtype
 
     @property
     def device(self) -> torch.device:
@@ -39,7 +35,16 @@ class Int8Matrix:
         return self.data.nbytes + self.factors.nbytes
 
     def numel(self) -> int:
-        return self.data.numel()
+        return self.shape.numel()
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Matrix(_Packed):
+    """`matrix[row, column] = data[row, column] * factors[row]`: int8 `[out, in]` and fp32 `[out]`, both contiguous."""
 
     def widen_into(self, out: Tensor, start: int) -> Tensor:
         stop = start + out.shape[0]
@@ -50,34 +55,16 @@ class Int8Matrix:
 
 
 @dataclass(frozen=True, slots=True)
-class Int4Matrix:
+class Int4Matrix(_Packed):
     """`matrix[row, column] = q * scale + low` with q = 0 .. 15 and a group's own scale and low.
 
     data: uint8 `[out, in / 2]`; of the 16 bytes of a group, byte j holds column j in its low half and column 16 + j in
     its high half. factors: bf16 `[out, in / 32, 2]`, scale and low. Both contiguous.
     """
 
-    data: Tensor
-    factors: Tensor
-
     @property
     def shape(self) -> torch.Size:
         return torch.Size((self.data.shape[0], 2 * self.data.shape[1]))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.uint8
-
-    @property
-    def device(self) -> torch.device:
-        return self.data.device
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.nbytes + self.factors.nbytes
-
-    def numel(self) -> int:
-        return 2 * self.data.numel()
 
     def widen_into(self, out: Tensor, start: int) -> Tensor:
         stop = start + out.shape[0]

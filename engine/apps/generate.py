@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from contextlib import closing
 from typing import TYPE_CHECKING
 
 from ..options import UsageError, positive_count
 from .console import Console
-from .interrupt import Interrupt
 from .loading import (
     Load,
     add_generation_arguments,
@@ -85,11 +83,9 @@ def run(args: argparse.Namespace, load: Load | None = None) -> int:
             ids.extend(prompt.ids(engine))
             engine.check_room(len(ids), generation)
 
-        with open_engine(args, console, load, before_weights) as engine, Interrupt() as interrupt:
+        with open_engine(args, console, load, before_weights) as engine:
             reply = Reply(console, show=not args.json)
-            pieces = engine.stream(ids=ids, config=generation, on_progress=interrupt.watch(console.progress))
-            with closing(pieces):
-                reply.read(pieces, interrupt)
+            reply.take(lambda on_progress: engine.stream(ids=ids, config=generation, on_progress=on_progress))
             if args.json:
                 document = {"model": str(engine.model_path), "prompt_tokens": len(ids), **reply.document()}
                 console.text(json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n")

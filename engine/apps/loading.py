@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ...cache.config import CacheConfig
 from ...cache.policies import choose
 from ..generation import GenerationConfig
-from ..options import CACHE_FLAGS, ENGINE_FLAGS, GENERATION_FLAGS, EngineOptions, add_flags, from_args
+from ..options import CACHE_FLAGS, ENGINE_FLAGS, FLAG_NAMES, GENERATION_FLAGS, EngineOptions, add_flags, from_args
 from .console import Console
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "smollm2-135m"
 USELESS_WHEN_FULL = ("budget", "window", "tau1", "tau2", "gamma", "indicator", "allocation", "heads", "policy_options")
-FLAG_NAMES = {"policy_options": "policy-option"}
 
 Load = Callable[..., "Engine"]
 
@@ -93,7 +92,7 @@ def usage_conflict(args: argparse.Namespace, given: set[str]) -> str | None:
     if args.policy == "full":
         for name in USELESS_WHEN_FULL:
             if name in given:
-                return f"--{FLAG_NAMES.get(name, name)} has no effect with --policy full, which keeps everything"
+                return f"{FLAG_NAMES[name]} has no effect with --policy full, which keeps everything"
         if args.decode_policy == "hold":
             return "--decode-policy hold has no effect with --policy full, which keeps everything"
         return None

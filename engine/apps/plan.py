@@ -64,9 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
 
 
-def conflict(args: argparse.Namespace, given: set[str]) -> str | None:
-    """Why these flags do not go together, or None."""
-    return usage_conflict(args, given)
+conflict = usage_conflict
 
 
 def run(args: argparse.Namespace) -> int:

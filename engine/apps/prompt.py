@@ -96,8 +96,12 @@ def read_prompt(args: argparse.Namespace, console: Console) -> Prompt | None:
         if text or args.prompt is None:
             documents.append(text)
     question = None if args.prompt is None else argument_text(args.prompt, "--prompt")
-    system = None if args.system is None else argument_text(args.system, "--system")
-    return Prompt(join_documents(documents, question), system, args.raw)
+    return Prompt(join_documents(documents, question), system_text(args), args.raw)
+
+
+def system_text(args: argparse.Namespace) -> str | None:
+    """The system prompt of the flags."""
+    return None if args.system is None else argument_text(args.system, "--system")
 
 
 def argument_text(text: str, name: str) -> str:

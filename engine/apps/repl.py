@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from contextlib import closing
 from typing import TYPE_CHECKING
 
 from ...errors import CakeError, PromptError
 from ..generation import GenerationConfig
 from .console import Console
-from .interrupt import Interrupt
 from .line_input import LineInput, open_line_input, read_message
 from .loading import (
     Load,
@@ -21,7 +19,7 @@ from .loading import (
     open_engine,
     usage_conflict,
 )
-from .prompt import argument_text, join_documents, read_document
+from .prompt import join_documents, read_document, system_text
 from .reply import Reply
 
 if TYPE_CHECKING:
@@ -52,9 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output_arguments(parser.add_argument_group("output"))
 
 
-def conflict(args: argparse.Namespace, given: set[str]) -> str | None:
-    """Why these flags do not go together, or None."""
-    return usage_conflict(args, given)
+conflict = usage_conflict
 
 
 def run(args: argparse.Namespace, load: Load | None = None) -> int:
@@ -66,7 +62,7 @@ def run(args: argparse.Namespace, load: Load | None = None) -> int:
 def talk(args: argparse.Namespace, console: Console, load: Load | None = None) -> int:
     """`run` on a console that is open already: the one-shot command at a terminal without a prompt."""
     generation = generation_config(args)
-    system = None if args.system is None else argument_text(args.system, "--system")
+    system = system_text(args)
 
     def before_weights(engine: Engine) -> None:
         if engine.tokenizer is None or engine.template is None:
@@ -150,16 +146,10 @@ class Repl:
         text = join_documents([document for _, document in self._documents], message)
         before = self.chat.tokens_used
         reply = Reply(self._console)
-        with Interrupt() as interrupt:
-            progress = interrupt.watch(self._console.progress)
-            try:
-                with closing(self.chat.send(text, config=self._generation, on_progress=progress)) as pieces:
-                    reply.read(pieces, interrupt)
-            except PromptError as error:
-                hint = "" if "/clear" in str(error) else "; /clear starts a new conversation"
-                raise PromptError(f"{error}{hint}") from error
-            finally:
-                self._console.progress.clear()
+        try:
+            reply.take(lambda on_progress: self.chat.send(text, config=self._generation, on_progress=on_progress))
+        except PromptError as error:
+            raise PromptError(f"{error}; /clear starts a new conversation") from error
         if reply.pieces:
             self._documents.clear()
         if reply.finish_reason == "interrupted":

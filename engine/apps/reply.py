@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from typing import Any
 
-from ..results import Piece
+from ..results import Piece, Progress
 from ..statistics import Statistics
 from .console import Console
 from .interrupt import Interrupt
 
 INTERRUPTED = 130
+
+OnProgress = Callable[[Progress], None]
 
 
 class Reply:
@@ -21,8 +24,17 @@ class Reply:
         self._show = show
         self.pieces: list[Piece] = []
 
-    def read(self, pieces: Iterator[Piece], interrupt: Interrupt) -> None:
-        """Shows the pieces until the last one or the first Ctrl-C, which may strike in the prefill as well."""
+    def take(self, stream: Callable[[OnProgress], Generator[Piece, None, None]]) -> None:
+        """Shows the pieces of `stream(on_progress)` until the last one or the first Ctrl-C."""
+        with Interrupt() as interrupt:
+            try:
+                with closing(stream(interrupt.watch(self._console.progress))) as pieces:
+                    self._read(pieces, interrupt)
+            finally:
+                self._console.progress.clear()
+
+    def _read(self, pieces: Iterator[Piece], interrupt: Interrupt) -> None:
+        """The first Ctrl-C may strike in the prefill as well."""
         try:
             for piece in pieces:
                 self.pieces.append(piece)

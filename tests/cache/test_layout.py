@@ -122,3 +122,9 @@ def test_the_budget_of_a_conversation_is_never_more_than_its_context():
 def test_the_largest_budget_that_fits_is_found_and_the_least_one_given_if_none_does():
     for border in range(3, 12):
         assert largest_budget(4, 10, lambda budget, border=border: budget <= border) == min(max(border, 4), 10)
+
+
+@pytest.mark.parametrize(("limit", "said"), [(10 * 1024, "10 KiB"), (300, "300 bytes"), (3 << 19, "1.5 MiB")])
+def test_a_memory_that_is_too_small_is_named_in_a_unit_that_shows_it(limit, said):
+    with pytest.raises(BudgetError, match=rf"^a KV memory of {said} is too small.*at least [1-9][\d,.]* (KiB|MiB)"):
+        budget_within(LAYOUT, limit, tokens=10_000, new_tokens=20, window=8)
