@@ -127,4 +127,4 @@ def test_the_largest_budget_that_fits_is_found_and_the_least_one_given_if_none_d
 @pytest.mark.parametrize(("limit", "said"), [(10 * 1024, "10 KiB"), (300, "300 bytes"), (3 << 19, "1.5 MiB")])
 def test_a_memory_that_is_too_small_is_named_in_a_unit_that_shows_it(limit, said):
     with pytest.raises(BudgetError, match=rf"^a KV memory of {said} is too small.*at least [1-9][\d,.]* (KiB|MiB)"):
-        budget_within(LAYOUT, limit, tokens=10_000, new_tokens=20, window=8)
+        budget_within(LAYOUT, limit, tokens=100_000, new_tokens=20, window=8)
