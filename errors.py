@@ -39,6 +39,10 @@ class MemoryLimit(CakeError):
     """A run would need more memory or disk than there is. States both figures."""
 
 
+class ArenaFull(MemoryLimit):
+    """What was asked for fits, but not beside what runs now: ask again when some of that is over."""
+
+
 class BackendError(CakeError):
     """An attention backend or device was asked for that cannot be used here. States the reason."""
 

@@ -247,10 +247,15 @@ class Arena:
         self.offset -= distance
         self.first = first
 
+    def leave_store(self, empty: Store) -> None:
+        """Hold on to the store no longer; the rows are gone."""
+        self.store = empty
+        self.keys, self.values, self.position, self.score = empty.keys, empty.values, empty.position, empty.score
+
     def move_into(self, store: Store, first: int, saved: SavedRows) -> None:
         """Live in another store from now on, with the rows of a copy made of this arena."""
-        self.store, self.first = store, first
-        self.keys, self.values, self.position, self.score = store.keys, store.values, store.position, store.score
+        self.leave_store(store)
+        self.first = first
         self.load(saved)
 
     # -- copies of rows -----------------------------------------------------------------------------------------------

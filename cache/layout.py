@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -83,6 +84,27 @@ def arena_size(
         decode = max(kept, rows * limit) + rows
     reading = kept_limit(rows, budget=None if late else budget, tokens=tokens, held=held)
     return ArenaSize(reading + held, layout.num_kv_heads * longest, decode)
+
+
+def span_start(layout: ArenaLayout, slots: int) -> int:
+    """The first slot, from slot `slots` on, where a span of a shared store may begin: staging in it is then aligned."""
+    step = ALIGNMENT // math.gcd(ALIGNMENT, layout.head_dim * layout.kv_dtype.itemsize)
+    return -(-slots // step) * step
+
+
+def shared_size(layout: ArenaLayout, sizes: Iterable[ArenaSize]) -> tuple[int, int]:
+    """Bytes of the K (or of the V) buffer and slots of the tables for sequences that share a store.
+
+    They are read one after another in this order, so that the staging of each lies behind the rows, headroom included,
+    of those before it, and is free again for the next.
+    """
+    first = most_bytes = most_slots = 0
+    for size in sizes:
+        first = span_start(layout, first)
+        most_bytes = max(most_bytes, first * layout.head_dim * layout.kv_dtype.itemsize + kv_bytes(layout, size))
+        most_slots = max(most_slots, first + table_slots(size))
+        first += size.decode
+    return most_bytes, most_slots
 
 
 def kept_limit(rows: int, *, budget: int | None, tokens: int, held: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from operator import index
 from typing import TYPE_CHECKING
 
-from ..errors import OptionError, PromptError
+from ..errors import CakeError, OptionError, PromptError
 from .results import Progress
 from .text import check_text
 
@@ -50,6 +50,20 @@ def prompt_ids(
     if not result:
         raise PromptError("the prompt is empty: there is no token to read")
     return result
+
+
+def listed_ids(engine: Engine, prompt: object, number: int, count: int) -> list[int]:
+    """The ids of one of several prompts: a text, a list of messages or a list of ids. Errors carry its number."""
+    try:
+        if isinstance(prompt, (list, tuple)) and prompt:
+            if isinstance(prompt[0], dict):
+                return prompt_ids(engine, None, list(prompt), None)
+            return prompt_ids(engine, None, None, prompt)
+        if not isinstance(prompt, str):
+            raise PromptError(f"each prompt of a list is a text, a list of messages or a list of ids, not {prompt!r}")
+        return prompt_ids(engine, prompt, None, None)
+    except CakeError as error:
+        raise (type(error)(f"prompt {number} of {count}: {error}") if count > 1 else error) from None
 
 
 def check_length(engine: Engine, text: str, before: int = 0, on_progress: OnProgress | None = None) -> None:

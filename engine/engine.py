@@ -23,7 +23,7 @@ from ..models.tokenizer import Tokenizer
 from ..models.weights import load_decoder, random_decoder
 from .available import available_memory
 from .chat import Chat
-from .encoding import prompt_ids
+from .encoding import listed_ids, prompt_ids
 from .generation import GenerationConfig, resolve_generation
 from .loading import (
     cache_config,
@@ -42,10 +42,12 @@ from .results import Piece, Result, collect
 from .runner import Runner, room_for_reply
 from .sequence import Sequence as TextSequence
 from .stepper import check_step
+from .together import MOST_TOGETHER, generate_together
 
 log = logging.getLogger(__name__)
 
 Message = dict[str, str]
+Prompt = str | list[Message] | list[int]  # of a list of prompts
 
 
 class Engine:
@@ -246,19 +248,40 @@ class Engine:
         return reply(self, TextSequence(), prompt_ids, generation, on_progress=on_progress)
 
     @overload
-    def generate(self, prompt: list[str], **options: Any) -> list[Result]: ...
+    def generate(self, prompt: list[Prompt], **options: Any) -> list[Result]: ...
     @overload
     def generate(self, prompt: str | None = None, **options: Any) -> Result: ...
-    def generate(self, prompt: str | list[str] | None = None, **options: Any) -> Result | list[Result]:
-        """Generate a whole reply; see `stream` for the arguments. A list of prompts gives a list, one after another."""
+    def generate(self, prompt: str | list[Prompt] | None = None, **options: Any) -> Result | list[Result]:
+        """Generate a whole reply; see `stream` for the arguments.
+
+        A list of prompts gives a list of results. Each prompt is a text, a list of messages or a list of ids; `config`
+        may be a list too, one for each; `batch` is how many are decoded together at most (16, and what memory has room
+        for). Each reply is the one that its prompt would get alone.
+        """
         if isinstance(prompt, list):
             if options.get("messages") is not None or options.get("ids") is not None:
                 raise OptionError("give exactly one of a prompt text, messages and ids")
-            prompts = [self.encode(text) for text in prompt]  # all of them before the first reply
-            options |= {"messages": None, "ids": None}
-            return [self.generate(**{**options, "ids": ids}) for ids in prompts]
+            return self._generate_list(prompt, **options)
         ids = self.encode(prompt, messages=options.pop("messages", None), ids=options.pop("ids", None))
         return collect(self.stream(ids=ids, **options), ids)
+
+    def _generate_list(
+        self,
+        prompts: list[Prompt],
+        *,
+        batch: int = MOST_TOGETHER,
+        config: GenerationConfig | list[GenerationConfig] | None = None,
+        on_progress: OnProgress | None = None,
+        **options: Any,
+    ) -> list[Result]:
+        if batch < 1:
+            raise OptionError(f"batch must be at least 1 prompt, not {batch}")
+        configs = config if isinstance(config, list) else [config] * len(prompts)
+        if len(configs) != len(prompts):
+            raise OptionError(f"there are {len(prompts)} prompts and {len(configs)} configs: give one, or one for each")
+        generations = [self._generation(one, dict(options)) for one in configs]
+        ids = [listed_ids(self, prompt, number + 1, len(prompts)) for number, prompt in enumerate(prompts)]
+        return generate_together(self, ids, generations, most=batch, on_progress=on_progress) if prompts else []
 
     def chat(self, system: str | None = None) -> Chat:
         """A conversation over the budget: each turn reads only what is new. See `engine/chat.py`."""

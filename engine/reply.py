@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..cache.budget import Budget
 from .generation import GenerationConfig
 from .results import FinishReason, Piece, Progress
-from .runner import Timing
+from .runner import Timing, Token
 from .sequence import Sequence
 from .statistics import Statistics, mean_length, peak_memory_bytes
 from .text import TextStream
@@ -38,42 +38,27 @@ def reply(
 
     The end token is not part of the reply; then, and where only held-back text is left, the last piece has no id.
     """
-    runner, timing = engine.runner, timing or Timing()
     if not sequence.total and sequence.budget is None and engine.cache.policy != "full":
         tell_if_raised(Budget.parse(engine.cache.budget), len(prompt_ids), engine.cache.window)
-    text = TextStream(engine.tokenizer, prompt_ids, stop=generation.stop) if engine.tokenizer is not None else None
-    count, finish, tail = 0, "length", ""
-    tokens = runner.generate(
+    written = Written(engine, sequence, prompt_ids, generation, timing or Timing())
+    tokens = engine.runner.generate(
         sequence,
         prompt_ids,
         generation,
         stop_ids=engine.stop_ids,
-        on_chunk=_chunk_reporter(engine.config.num_layers, on_progress),
-        on_wait=None if on_progress is None else partial(on_progress, Progress("compile", 0, 0)),
-        timing=timing,
+        on_chunk=chunk_reporter(engine.config.num_layers, on_progress),
+        timing=written.timing,
         conversation=conversation,
+        on_wait=wait_reporter(on_progress),
     )
     with closing(tokens):
         for token in tokens:
-            if token.finish_reason == "stop":
-                finish = "stop"
+            piece = written.push(token)
+            if piece is not None:
+                yield piece
+            if written.finished:
                 break
-            count += 1
-            certain = text.push(token.id) if text is not None else ""
-            top = token.logprobs
-            yield Piece(
-                certain,
-                token.id,
-                logprob=top.logprob if top else None,
-                top_logprobs=top.top if top else None,
-            )
-            if text is not None and text.stopped:
-                finish = "stop"
-                break
-    if text is not None and not text.stopped:
-        tail = text.finish()
-    reason: FinishReason = "stop" if finish == "stop" else "length"
-    yield Piece(tail, finish_reason=reason, stats=_statistics(engine, sequence, timing, generation, count, reason))
+    yield written.end()
 
 
 def tell_if_raised(budget: Budget, prompt_tokens: int, window: int) -> None:
@@ -83,7 +68,74 @@ def tell_if_raised(budget: Budget, prompt_tokens: int, window: int) -> None:
         log.info(notice)
 
 
-def _chunk_reporter(layers: int, on_progress: OnProgress | None) -> Callable[[int, int, int], None] | None:
+class Written:
+    """A reply while it is written: the runner's tokens go in, pieces come out.
+
+    sequence: what is fed; timing: the figures that whoever runs the sequence fills in. finished: nothing more is wanted
+    (an end token, a stop string, or the last of the tokens that were asked for).
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        sequence: Sequence,
+        prompt_ids: list[int],
+        generation: GenerationConfig,
+        timing: Timing,
+    ) -> None:
+        self.engine, self.sequence, self.generation, self.timing = engine, sequence, generation, timing
+        self.prompt_ids = prompt_ids
+        tokenizer = engine.tokenizer
+        self._text = TextStream(tokenizer, prompt_ids, stop=generation.stop) if tokenizer is not None else None
+        self._count = 0
+        self._reason: FinishReason = "length"
+        self.finished = False
+
+    def push(self, token: Token) -> Piece | None:
+        """The piece that a token brings; None for an end token, which is no text."""
+        self.finished = token.finish_reason is not None
+        if token.finish_reason == "stop":
+            self._reason = "stop"
+            return None
+        self._count += 1
+        certain = self._text.push(token.id) if self._text is not None else ""
+        if self._text is not None and self._text.stopped:
+            self._reason, self.finished = "stop", True
+        top = token.logprobs
+        return Piece(certain, token.id, logprob=top.logprob if top else None, top_logprobs=top.top if top else None)
+
+    def end(self) -> Piece:
+        """The last piece: text that was held back, why the reply ends, and the figures."""
+        tail = self._text.finish() if self._text is not None and not self._text.stopped else ""
+        return Piece(tail, finish_reason=self._reason, stats=self._statistics())
+
+    def _statistics(self) -> Statistics:
+        engine, timing = self.engine, self.timing
+        layout = engine.runner.layout
+        slot = 2 * layout.head_dim * layout.kv_dtype.itemsize  # a key and a value
+        full = timing.total * layout.num_layers * layout.num_kv_heads
+        return Statistics(
+            prompt_tokens=timing.prompt_tokens,
+            prefill_s=timing.prefill_s,
+            kept_tokens=mean_length(timing.lengths),
+            full_tokens=timing.total,
+            kept_bytes=sum(length for row in timing.lengths for length in row) * slot,
+            full_bytes=full * slot,
+            new_tokens=self._count,
+            decode_s=timing.decode_s,
+            decode_steps=timing.decode_steps,
+            peak_memory=peak_memory_bytes(engine.device),
+            load_s=engine.load_s,
+            layer_lengths=timing.lengths,
+            budget=self.sequence.budget,
+            policy=engine.runner.policy(self.sequence.budget).describe(),
+            seed=self.generation.seed,
+            finish_reason=self._reason,
+        )
+
+
+def chunk_reporter(layers: int, on_progress: OnProgress | None) -> Callable[[int, int, int], None] | None:
+    """Tells `on_progress` how far the prefill is."""
     if on_progress is None:
         return None
     callback = on_progress
@@ -94,27 +146,6 @@ def _chunk_reporter(layers: int, on_progress: OnProgress | None) -> Callable[[in
     return report
 
 
-def _statistics(
-    engine: Engine, sequence: Sequence, timing: Timing, generation: GenerationConfig, count: int, reason: str
-) -> Statistics:
-    layout = engine.runner.layout
-    slot = 2 * layout.head_dim * layout.kv_dtype.itemsize  # a key and a value
-    full = timing.total * layout.num_layers * layout.num_kv_heads
-    return Statistics(
-        prompt_tokens=timing.prompt_tokens,
-        prefill_s=timing.prefill_s,
-        kept_tokens=mean_length(timing.lengths),
-        full_tokens=timing.total,
-        kept_bytes=sum(length for row in timing.lengths for length in row) * slot,
-        full_bytes=full * slot,
-        new_tokens=count,
-        decode_s=timing.decode_s,
-        decode_steps=timing.decode_steps,
-        peak_memory=peak_memory_bytes(engine.device),
-        load_s=engine.load_s,
-        layer_lengths=timing.lengths,
-        budget=sequence.budget,
-        policy=engine.runner.policy(sequence.budget).describe(),
-        seed=generation.seed,
-        finish_reason=reason,
-    )
+def wait_reporter(on_progress: OnProgress | None) -> Callable[[], None] | None:
+    """Tells `on_progress` that the step is being compiled."""
+    return None if on_progress is None else partial(on_progress, Progress("compile", 0, 0))

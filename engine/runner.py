@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..cache.arena import Arena
 from ..cache.config import CacheConfig
 from ..cache.layout import ArenaLayout, ArenaSize
 from ..cache.policies import make_policy
@@ -26,12 +27,12 @@ from .generation import GenerationConfig
 from .memory import first_budget
 from .picker import Picker, Token
 from .sequence import Checkpoint, QueryRing, Sequence
-from .stepper import OnWait, Step, make_step
+from .stepper import BatchStep, OnWait, Step, make_batch_step, make_step
 from .tenancy import Tenancy
 
 log = logging.getLogger(__name__)
 
-__all__ = ["OnChunk", "Runner", "Timing", "Token", "room_for_reply"]
+__all__ = ["Fit", "OnChunk", "Runner", "Timing", "Token", "room_for_reply"]
 
 OnChunk = Callable[[int, int, int], None]
 
@@ -47,6 +48,16 @@ class Timing:
     lengths: tuple[tuple[int, ...], ...] = ()  # kept tokens per layer and KV head after the prefill
     total: int = 0  # true tokens after the prefill
     finished_by: int | None = None  # the end token that the reply ended with, if it did
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a piece and its reply will have: new tokens at most, budget, frequencies, and the arena they need."""
+
+    new_tokens: int
+    budget: int | None
+    rotary: Rotary
+    size: ArenaSize
 
 
 class Runner:
@@ -99,6 +110,27 @@ class Runner:
         conversation: further pieces will follow. Raises PromptError with both numbers if the text is too long, before
         anything is changed.
         """
+        limit = self.tenancy.allowed
+        fit = self.fit(sequence, tokens, new_tokens, conversation=conversation, limit=limit)
+        self.tenancy.activate(sequence)
+        self.tenancy.reserve(sequence, fit.budget, tokens, fit.new_tokens)
+        self.accept(sequence, fit)
+        return fit.new_tokens
+
+    def fit(
+        self,
+        sequence: Sequence,
+        tokens: int,
+        new_tokens: int,
+        *,
+        conversation: bool = False,
+        limit: int | None = None,
+    ) -> Fit:
+        """What feeding a piece and writing its reply would settle; changes nothing.
+
+        limit: bytes of KV memory that it may take, None for any. Raises PromptError with both numbers if the text is
+        empty, too long or would need other frequencies than those it was begun with.
+        """
         first, total = sequence.total, sequence.total + tokens
         new_tokens = room_for_reply(total if tokens else 0, new_tokens, self.context)
         budget = sequence.budget
@@ -111,12 +143,15 @@ class Runner:
                 f"with {total + new_tokens:,} tokens this model turns its keys by other frequencies than those in the "
                 "cache: read the whole text anew"
             )
-        self.tenancy.activate(sequence)
         if budget is not None:
-            budget = self.tenancy.affordable(sequence, budget, tokens, new_tokens, window=self.cache.window)
-        self.tenancy.reserve(sequence, budget, tokens, new_tokens)
-        sequence.budget, sequence.rotary = budget, sequence.rotary or rotary
-        if sequence.ring is None and budget is not None:
+            window = self.cache.window
+            budget = self.tenancy.affordable(sequence, budget, tokens, new_tokens, window=window, limit=limit)
+        return Fit(new_tokens, budget, rotary, self.tenancy.size_for(sequence, budget, tokens, new_tokens))
+
+    def accept(self, sequence: Sequence, fit: Fit) -> None:
+        """Give a sequence what was found to fit it."""
+        sequence.budget, sequence.rotary = fit.budget, sequence.rotary or fit.rotary
+        if sequence.ring is None and fit.budget is not None:
             config = self.decoder.config
             sequence.ring = QueryRing(
                 config.num_layers,
@@ -126,7 +161,6 @@ class Runner:
                 self.decoder.compute_dtype,
                 self.decoder.device,
             )
-        return new_tokens
 
     def rotary(self, length: int) -> Rotary:
         """The frequencies for a text that will have `length` tokens (dynamic and longrope choose by it, once)."""
@@ -137,11 +171,16 @@ class Runner:
         """What makes the decode steps; looked for when the first one is due."""
         return make_step(self.decoder, self.layout.kv_dtype, self._wanted_step, self._threads)
 
+    @cached_property
+    def batch_step(self) -> BatchStep:
+        """What makes the decode steps of several sequences together."""
+        return make_batch_step(self.decoder, self.step)
+
     def _without_unused(self, logits: Tensor) -> Tensor:
         return logits if self.unused is None else logits.index_fill(-1, self.unused, float("-inf"))
 
     @contextmanager
-    def _one_thread(self) -> Iterator[None]:
+    def one_thread(self) -> Iterator[None]:
         """torch works in the calling thread alone: a row of logits needs no other, and torch's would spin on beside
         those of the next step. `feed` asks for all of them again."""
         if self._cpu_threads is None:
@@ -157,15 +196,22 @@ class Runner:
     def _whole(self, sequence: Sequence) -> Iterator[None]:
         """Mark the sequence as spoilt if what runs inside does not come to its end."""
         assert not sequence.spoilt, "a spoilt sequence was continued"
-        sequence.spoilt = self._busy = True
+        sequence.spoilt = True
+        with self.busy():
+            yield
+        sequence.spoilt = False
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """What runs inside may call back to a caller, who cannot have the engine meanwhile."""
+        self._busy = True
         try:
             yield
-            sequence.spoilt = False
         finally:
             self._busy = False
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def alone(self) -> Iterator[None]:
         """Wait until no other thread has the arena. A callback of a piece that is being read cannot have it either."""
         with self._lock:
             if self._busy:
@@ -192,7 +238,7 @@ class Runner:
         or where the model's context ends ("length"). The repetition penalty counts all of the sequence's ids as prompt.
         """
         timing = timing or Timing()
-        with self._alone():
+        with self.alone():
             limit = self.prepare(sequence, len(ids), generation.max_new_tokens or 0, conversation=conversation)
             started = time.perf_counter()
             with self._whole(sequence):
@@ -205,7 +251,7 @@ class Runner:
         picker = self.picker(sequence, generation, limit, stop_ids)
         for _ in range(limit):
             started = time.perf_counter()
-            with self._one_thread():
+            with self.one_thread():
                 token = picker.pick(logits)
             timing.decode_s += time.perf_counter() - started
             if token.finish_reason == "stop":
@@ -214,7 +260,7 @@ class Runner:
             if token.finish_reason:
                 return
             started = time.perf_counter()
-            with self._alone():
+            with self.alone():
                 self.tenancy.activate(sequence)
                 with self._whole(sequence), torch.inference_mode():
                     logits = self.step(self.tenancy.arena, sequence, token.id, window=self.cache.window)
@@ -237,37 +283,46 @@ class Runner:
     @torch.inference_mode()
     def feed(self, sequence: Sequence, ids: list[int], new_tokens: int, *, on_chunk: OnChunk | None = None) -> Tensor:
         """Read a piece and make room for a reply. Returns the next token's logits fp32 `[vocab]`. See `prepare`."""
+        self.all_threads()
+        return prefill.read_through(self.reading(self.tenancy.arena, sequence, ids, new_tokens), on_chunk)
+
+    def all_threads(self) -> None:
+        """Let torch use all the threads that a prefill should."""
         if self._cpu_threads is not None:
             torch.set_num_threads(self._cpu_threads)
-        policy = self.policy(sequence.budget)
-        hidden = prefill.read(
+
+    def reading(self, arena: Arena, sequence: Sequence, ids: list[int], new_tokens: int) -> prefill.Reading[Tensor]:
+        """Read a piece into an arena, pausing after each (layer, chunk), and make room for a reply there.
+
+        Returns the next token's logits fp32 `[vocab]`. Goes on under `torch.inference_mode` only.
+        """
+        hidden = yield from prefill.reading(
             self.decoder,
-            self.tenancy.arena,
+            arena,
             sequence,
             torch.tensor(ids, device=self.decoder.device),
-            policy=policy,
+            policy=self.policy(sequence.budget),
             window=self.cache.window,
             chunk=self.chunk,
-            on_chunk=on_chunk,
         )
-        length = self.tenancy.arena.length
+        length = arena.length
         headroom = np.full_like(length, new_tokens)
         sequence.limit = None
         if self.hold and sequence.budget is not None:
             evicted = sequence.total > sequence.budget
             sequence.limit = length.copy() if evicted else np.full_like(length, sequence.budget)
             headroom = np.minimum(sequence.limit - length, new_tokens) + 1
-        self.tenancy.arena.finish(headroom)
+        arena.finish(headroom)
         return self.decoder.logits(hidden)[0]
 
     def checkpoint(self, sequence: Sequence) -> Checkpoint:
         """A copy of everything that feeding the sequence may change."""
-        with self._alone():
+        with self.alone():
             return self.tenancy.checkpoint(sequence)
 
     def restore(self, sequence: Sequence, saved: Checkpoint) -> None:
         """Bring a sequence back to a checkpoint of it, also one that is spoilt."""
-        with self._alone():
+        with self.alone():
             self.tenancy.restore(sequence, saved)
 
     def score(self, ids: list[int]) -> list[float]:
@@ -278,7 +333,7 @@ class Runner:
         never.update(self.unused.tolist() if self.unused is not None else ())
         if not never.isdisjoint(ids):
             raise PromptError(f"token id {min(never & {*ids})} is padding of the model's vocabulary: no text has it")
-        with self._alone(), torch.inference_mode():
+        with self.alone(), torch.inference_mode():
             return self._score(ids)
 
     def _score(self, ids: list[int]) -> list[float]:

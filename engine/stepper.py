@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..cache.arena import Arena
+from ..cache.shared import SharedArena
 from ..errors import BackendError
 from ..models.decoder import Decoder
 from . import decode
@@ -67,3 +68,44 @@ def make_step(decoder: Decoder, kv_dtype: torch.dtype, wanted: str, threads: int
             if decoder.device.type == "cpu":
                 log.warning("decoding runs in plain torch, several times slower: %s", error)
     return EagerStep(decoder)
+
+
+class BatchStep(Protocol):
+    """Feeds a token to each of n sequences that share a store and gives their next logits, fp32 `[n, vocab]`.
+
+    `arenas` are members of `shared`: their rows stand in its tables `[batch, layers, kv_heads]`, in absolute slots.
+    """
+
+    def __call__(
+        self, shared: SharedArena, arenas: list[Arena], sequences: list[Sequence], tokens: list[int], *, window: int
+    ) -> Tensor: ...
+
+
+class EagerBatchStep:
+    """`decode.batch_step` of one decoder: every matrix meets all tokens together."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+
+    def __call__(
+        self, shared: SharedArena, arenas: list[Arena], sequences: list[Sequence], tokens: list[int], *, window: int
+    ) -> Tensor:
+        return decode.batch_step(self._decoder, arenas, sequences, tokens, window=window)
+
+
+class OneByOne:
+    """A step of one sequence, made for each: what it gives is bit for bit what each would get alone."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+
+    def __call__(
+        self, shared: SharedArena, arenas: list[Arena], sequences: list[Sequence], tokens: list[int], *, window: int
+    ) -> Tensor:
+        members = zip(arenas, sequences, tokens, strict=True)
+        return torch.stack([self._step(arena, sequence, token, window=window) for arena, sequence, token in members])
+
+
+def make_batch_step(decoder: Decoder, step: Step) -> BatchStep:
+    """The batch's counterpart of the step that one sequence would have."""
+    return EagerBatchStep(decoder) if isinstance(step, EagerStep) else OneByOne(step)

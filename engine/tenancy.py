@@ -6,11 +6,13 @@ import logging
 import weakref
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from ..cache.arena import Arena
 from ..cache.budget import parse_bytes, size_text
 from ..cache.layout import ArenaLayout, ArenaSize, arena_bytes, arena_size, largest_budget
+from ..cache.shared import SharedArena
 from ..errors import MemoryLimit
 from .sequence import Checkpoint, Sequence
 
@@ -25,11 +27,18 @@ class Tenancy:
     ) -> None:
         self.layout, self.device, self.hold, self.kv_memory = layout, device, hold, kv_memory
         self.arena = Arena(layout, ArenaSize(0, 0, 0), device)
+        self.batches: weakref.WeakSet[SharedArena] = weakref.WeakSet()  # what takes KV memory beside this arena
         self._active: weakref.ref[Sequence] | None = None
 
+    def lengths(self, sequence: Sequence) -> np.ndarray | None:
+        """int64 `[layers, kv_heads]` of what a sequence holds, in the arena or parked; None where it holds nothing."""
+        if self.is_active(sequence):
+            return self.arena.length if sequence.total else None
+        return sequence.parked.length if sequence.parked is not None else None
+
     def size_for(self, sequence: Sequence, budget: int | None, tokens: int, new_tokens: int) -> ArenaSize:
-        """The arena that reading `tokens` more and writing `new_tokens` needs, for the active sequence."""
-        held = self.arena.kept_slots if sequence.total else 0
+        """The arena that reading `tokens` more and writing `new_tokens` needs."""
+        lengths = self.lengths(sequence)
         evicting = budget is not None and sequence.total + tokens > budget
         return arena_size(
             self.layout,
@@ -37,15 +46,23 @@ class Tenancy:
             tokens=tokens,
             new_tokens=new_tokens,
             hold=self.hold,
-            held=held,
-            held_longest=int(self.arena.length.max()) if sequence.total else 0,
+            held=0 if lengths is None else int(lengths.sum()),
+            held_longest=0 if lengths is None else int(lengths.max()),
         )
 
-    def affordable(self, sequence: Sequence, budget: int, tokens: int, new_tokens: int, *, window: int) -> int:
-        """The budget, or less where `kv_memory` is too small for it beside what the active sequence holds."""
+    @property
+    def allowed(self) -> int | None:
+        """The bytes that `kv_memory` leaves beside the arenas of batches; None without a limit."""
         if self.kv_memory is None:
+            return None
+        return max(0, parse_bytes(self.kv_memory) - sum(batch.nbytes for batch in self.batches))
+
+    def affordable(
+        self, sequence: Sequence, budget: int, tokens: int, new_tokens: int, *, window: int, limit: int | None
+    ) -> int:
+        """The budget, or less where `limit` bytes are too few for it beside what the sequence holds."""
+        if limit is None:
             return budget
-        limit = parse_bytes(self.kv_memory)
 
         def fits(tried: int) -> bool:
             return arena_bytes(self.layout, self.size_for(sequence, tried, tokens, new_tokens)) <= limit
@@ -74,9 +91,11 @@ class Tenancy:
         if self.arena.size.covers(size, self.layout):
             return
         needed = arena_bytes(self.layout, size)
-        if self.kv_memory is not None and needed > parse_bytes(self.kv_memory):
+        allowed = self.allowed
+        if allowed is not None and needed > allowed:
+            beside = f" ({size_text(allowed)} beside a batch)" if self.batches else ""
             raise MemoryLimit(
-                f"this needs {size_text(needed)} of KV memory, more than the {self.kv_memory} allowed: "
+                f"this needs {size_text(needed)} of KV memory, more than the {self.kv_memory} allowed{beside}: "
                 "send a shorter text, or start over with more"
             )
         first = not any((self.arena.size.kept, self.arena.size.staging, self.arena.size.decode))
@@ -84,6 +103,11 @@ class Tenancy:
         log.log(level, "the KV arena grows from %s to %s bytes", f"{self.arena.nbytes:,}", f"{needed:,}")
         self.arena = Arena(self.layout, ArenaSize(0, 0, 0), self.device)  # frees the old one before a new one is made
         self.arena = Arena(self.layout, size, self.device)
+
+    def vacate(self) -> None:
+        """Set the active rows aside and free the arena, to make room for another one."""
+        self.set_aside()
+        self.arena = Arena(self.layout, ArenaSize(0, 0, 0), self.device)
 
     def set_aside(self) -> None:
         """Park the rows of the sequence in the arena, if there is one that still means something."""

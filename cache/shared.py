@@ -1,0 +1,191 @@
+"""Rows of several sequences in one store, each sequence in a span of its own.
+
+A span holds a sequence's rows with their headroom, packed one after another. Spans are packed to the left, and behind
+the last one is free room: a newcomer is read there, kept rows and staging, and touches nothing in front of it; when it
+has been read, its span shrinks to its rows and their headroom, and what was staging is free again. A sequence that
+leaves opens a gap; the next newcomer that would not fit behind the last span closes it first, by sliding later spans to
+the left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from ..errors import ArenaFull, MemoryLimit
+from .arena import Arena
+from .layout import ArenaLayout, ArenaSize, shared_size, span_start
+from .store import Store
+
+
+class SharedArena:
+    """The rows of up to `batch` sequences. A member is an `Arena`, whose tables are rows of the tables here.
+
+    offset, length, capacity: int64 `[batch, layers, kv_heads]`, in slots of the store; zeros where nobody is.
+    limit: most bytes of the store, None for as many as the device has.
+    """
+
+    def __init__(
+        self, layout: ArenaLayout, device: torch.device | str = "cpu", *, batch: int, limit: int | None = None
+    ) -> None:
+        self.layout, self.device, self.limit = layout, torch.device(device), limit
+        self.store = Store(layout, 0, 0, self.device)
+        self._fixed = False
+        shape = (batch, layout.num_layers, layout.num_kv_heads)
+        self.offset: np.ndarray = np.zeros(shape, dtype=np.int64)
+        self.length: np.ndarray = np.zeros(shape, dtype=np.int64)
+        self.capacity: np.ndarray = np.zeros(shape, dtype=np.int64)
+        self._members: dict[int, Arena] = {}  # by table row
+
+    @property
+    def nbytes(self) -> int:
+        return self.store.nbytes
+
+    @property
+    def members(self) -> list[Arena]:
+        """From left to right."""
+        return sorted(self._members.values(), key=lambda arena: arena.first)
+
+    @property
+    def free_rows(self) -> int:
+        """How many more sequences the tables have room for."""
+        return int(self.offset.shape[0]) - len(self._members)
+
+    def row_of(self, arena: Arena) -> int:
+        """Where a member stands in the tables."""
+        return next(row for row, member in self._members.items() if member is arena)
+
+    def check(self, size: ArenaSize, before: Iterable[ArenaSize] = ()) -> None:
+        """Whether a sequence of this size can come in behind the members and those that wait `before` it.
+
+        Changes nothing. Raises ArenaFull with both figures if it has to wait for others to leave, and MemoryLimit if it
+        would not fit alone.
+        """
+        alone = shared_size(self.layout, [size])
+        if not self._allows(alone):
+            raise MemoryLimit(
+                f"this needs {self._takes(alone)} of KV memory, more than the {self._allowed} allowed: "
+                "send a shorter text, ask for fewer new tokens, or allow more"
+            )
+        needed = shared_size(self.layout, [*(member.size for member in self.members), *before, size])
+        if not self._allows(needed):
+            raise ArenaFull(
+                f"with what runs now this needs {self._takes(needed)} of KV memory, more than the {self._allowed} "
+                "allowed: ask again when other replies are over"
+            )
+
+    def reserve(self, sizes: Iterable[ArenaSize]) -> None:
+        """Make room for these behind the members at once; nobody may be in the middle of being read."""
+        needed = shared_size(self.layout, [*(member.size for member in self.members), *sizes])
+        if not self._allows(needed):
+            raise MemoryLimit(
+                f"this needs {self._takes(needed)} of KV memory, more than the {self._allowed} allowed: "
+                "run fewer sequences together, or allow more"
+            )
+        if not self._holds(needed):
+            self._grow(needed)
+
+    def take_all(self) -> None:
+        """Make the store as large as the limit allows, once: it is never moved then."""
+        assert self.limit is not None, "there is no end to take"
+        slots = self.limit // self.layout.kept_slot_bytes
+        self._fixed = True
+        self._grow((slots * self.layout.head_dim * self.layout.kv_dtype.itemsize, slots))
+
+    def admit(self, size: ArenaSize) -> Arena:
+        """An empty member behind all others, with room for `size`; later spans slide to the left where it is needed.
+
+        Nobody may be in the middle of being read. Raises MemoryLimit (or ArenaFull) before anything has changed.
+        """
+        self.check(size)
+        if not self.free_rows:
+            raise ArenaFull(f"{len(self._members)} sequences are running, as many as may: ask again when one is over")
+        if not self._holds(self._end_with(size)):
+            needed = shared_size(self.layout, [*(member.size for member in self.members), size])
+            if self._holds(needed):
+                self.compact()
+            else:
+                self._grow(needed)
+        row = next(row for row in range(self.offset.shape[0]) if row not in self._members)
+        tables = [table[row] for table in (self.offset, self.length, self.capacity)]
+        arena = Arena(self.layout, size, self.device, store=self.store, first=self._first_free(), tables=tables)
+        arena.clear()
+        self._members[row] = arena
+        return arena
+
+    def release(self, arena: Arena) -> None:
+        """A member leaves: its rows are free at once, and its tables are zeros."""
+        arena.clear()
+        del self._members[self.row_of(arena)]
+
+    def compact(self) -> None:
+        """Slide every span to the left, in order."""
+        end = 0
+        for member in self.members:
+            member.move_to(span_start(self.layout, end))
+            end = member.first + member.size.decode
+
+    def clear(self) -> None:
+        """Let everybody leave and free the store."""
+        for member in self.members:
+            self.release(member)
+        self.store = Store(self.layout, 0, 0, self.device)
+
+    def _first_free(self) -> int:
+        members = self.members
+        return span_start(self.layout, members[-1].first + members[-1].size.decode) if members else 0
+
+    def _end_with(self, size: ArenaSize) -> tuple[int, int]:
+        """Bytes and slots up to the end of a span of this size behind the last one, where the spans are now."""
+        first = self._first_free()
+        slot_bytes = self.layout.head_dim * self.layout.kv_dtype.itemsize
+        own_bytes, own_slots = shared_size(self.layout, [size])
+        return first * slot_bytes + own_bytes, first + own_slots
+
+    def _holds(self, needed: tuple[int, int]) -> bool:
+        return needed[0] <= self.store.k.numel() and needed[1] <= self.store.position.numel()
+
+    def _allows(self, needed: tuple[int, int]) -> bool:
+        if self._fixed:
+            return self._holds(needed)
+        return self.limit is None or _bytes(needed) <= self.limit
+
+    def _takes(self, needed: tuple[int, int]) -> str:
+        """Bytes for a message; of a fixed store the share of it, by what is scarcer, times its size."""
+        if not self._fixed:
+            return _mib(_bytes(needed))
+        share = max(needed[0] / self.store.k.numel(), needed[1] / self.store.position.numel())
+        return _mib(int(share * self.nbytes))
+
+    @property
+    def _allowed(self) -> str:
+        return _mib(self.nbytes if self._fixed else self.limit or 0)
+
+    def _grow(self, needed: tuple[int, int]) -> None:
+        """Another store with room for `needed`; the members move into it by way of copies of their rows."""
+        members = self.members
+        copies = [member.save() for member in members]
+        before = self.store.k.numel(), self.store.position.numel()
+        self.store = Store(self.layout, 0, 0, self.device)
+        for member in members:
+            member.leave_store(self.store)  # so that the old one is freed before a new one is made
+        try:
+            self.store = Store(self.layout, *needed, self.device)
+        except MemoryLimit:
+            self.store = Store(self.layout, *before, self.device)
+            raise
+        finally:
+            end = 0
+            for member, copy in zip(members, copies, strict=True):
+                member.move_into(self.store, span_start(self.layout, end), copy)
+                end = member.first + member.size.decode
+
+
+def _bytes(size: tuple[int, int]) -> int:
+    return 2 * size[0] + 8 * size[1]
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB"

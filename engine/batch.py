@@ -1,0 +1,295 @@
+"""Several sequences decoded together over one arena; each may join and leave between steps."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ..cache.arena import Arena
+from ..cache.layout import ArenaSize
+from ..cache.shared import SharedArena
+from ..errors import ArenaFull, CakeError
+from .generation import GenerationConfig
+from .picker import Picker, Token
+from .prefill import OnChunk, Reading
+from .runner import Runner, Timing
+from .sequence import Sequence
+from .stepper import OnWait
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step has brought for one sequence: its next token, or why it was given up, or neither for a reply of none.
+
+    finished: the sequence has left the batch.
+    """
+
+    sequence: Sequence
+    token: Token | None = None
+    error: CakeError | None = None
+    finished: bool = False
+
+
+@dataclass(eq=False)
+class Member:
+    """A sequence in a batch: waiting until it has an arena, being read until it has a picker, decoded from then on."""
+
+    sequence: Sequence
+    ids: list[int]
+    generation: GenerationConfig
+    limit: int
+    size: ArenaSize
+    stop_ids: frozenset[int]
+    on_chunk: OnChunk | None
+    timing: Timing
+    keep: bool
+    arena: Arena | None = None
+    reading: Reading[Tensor] | None = None
+    picker: Picker | None = None
+    next: int | None = None  # the token that the next step feeds
+
+
+@dataclass(eq=False)
+class Batch:
+    """A continuous batch of one runner. Close it, or use it as a context manager: that frees its arena.
+
+    most: how many sequences at once. limit: bytes of the arena, None for as many as `kv_memory` allows or there are; it
+    grows up to that, or with `fixed` is made once and never moved. on_wait: called while the step is compiled, see
+    `stepper.OnWait`.
+
+    A newcomer's prompt is read between the steps of the others, a chunk of tokens of all layers at a time (in parts: a
+    chunk in one layer each, since a layer is read to its end before the next one begins), one newcomer after another.
+    What a sequence generates does not depend on who else is there: it has its own rows, budget, and random numbers.
+    """
+
+    runner: Runner
+    most: int = 16
+    limit: int | None = None
+    fixed: bool = False
+    on_wait: OnWait | None = None
+    arena: SharedArena = field(init=False)
+    _members: list[Member] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        runner = self.runner
+        with runner.alone():
+            runner.tenancy.vacate()
+            limits = [limit for limit in (self.limit, runner.tenancy.allowed) if limit is not None]
+            self.limit = min(limits, default=None)
+            self.arena = SharedArena(runner.layout, runner.decoder.device, batch=self.most, limit=self.limit)
+            if self.fixed:
+                self.arena.take_all()
+            runner.tenancy.batches.add(self.arena)
+
+    def close(self) -> None:
+        """Let everybody leave, and free the arena. Safe to call twice."""
+        with self.runner.alone():
+            for member in list(self._members):
+                self._drop(member)
+            self.arena.clear()
+            self.runner.tenancy.batches.discard(self.arena)
+
+    def __enter__(self) -> Batch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        """How many sequences are in the batch, those that wait to be read included."""
+        return len(self._members)
+
+    # -- joining and leaving ------------------------------------------------------------------------------------------
+
+    def join(
+        self,
+        sequence: Sequence,
+        ids: list[int],
+        generation: GenerationConfig,
+        *,
+        stop_ids: frozenset[int] = frozenset(),
+        on_chunk: OnChunk | None = None,
+        timing: Timing | None = None,
+        keep: bool = False,
+    ) -> None:
+        """Let a sequence feed `ids` and write its reply in the steps to come; `generation` is resolved.
+
+        A sequence that already holds something (an earlier turn) goes on from there. keep: its rows are set aside when
+        it is finished, for a later turn; else they are gone, and so is the sequence. Nothing is changed where this
+        raises: PromptError, BudgetError, MemoryLimit for what cannot be run here, ArenaFull for what has to wait until
+        others have left; each states both figures.
+        """
+        runner = self.runner
+        with runner.alone():
+            if any(member.sequence is sequence for member in self._members):
+                raise CakeError("this sequence is in the batch already")
+            fit = runner.fit(sequence, len(ids), generation.max_new_tokens or 0, limit=self.arena.limit)
+            if len(self._members) >= self.most:
+                raise ArenaFull(f"{self.most} sequences are in the batch, as many as may: join when one has left")
+            self.arena.check(fit.size, [member.size for member in self._members if member.arena is None])
+            if runner.tenancy.is_active(sequence):
+                runner.tenancy.vacate()
+            runner.accept(sequence, fit)
+            self._members.append(
+                Member(
+                    sequence,
+                    ids,
+                    generation,
+                    fit.new_tokens,
+                    fit.size,
+                    stop_ids,
+                    on_chunk,
+                    timing or Timing(),
+                    keep,
+                )
+            )
+
+    def leave(self, sequence: Sequence, *, keep: bool = False) -> None:
+        """Take a sequence out between two steps; its rows are free at once, or set aside with `keep`.
+
+        One that is still being read cannot be kept. A sequence that is not in the batch (any more) is left alone.
+        """
+        with self.runner.alone():
+            for member in self._members:
+                if member.sequence is sequence:
+                    self._drop(member, keep=keep and member.picker is not None)
+                    return
+
+    def _drop(self, member: Member, *, keep: bool = False) -> None:
+        self._members.remove(member)
+        if member.reading is not None:
+            member.reading.close()
+        if member.arena is None:
+            return
+        if keep:
+            member.sequence.parked = member.arena.save()
+        else:
+            member.sequence.spoilt = True
+        self.arena.release(member.arena)
+        member.arena = None
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Outcome]:
+        """Feed one token to every sequence that has one, and read a chunk of the newcomer.
+
+        Returns what that brought. A sequence that fails (its logits are not numbers, its prompt finds no memory) leaves
+        with its error in the list, and the others go on. If the step itself fails, all that were in it are spoilt and
+        leave, and the error is raised.
+        """
+        with self.runner.alone():
+            return self._decode() + self._read(self.runner.decoder.config.num_layers)
+
+    def read(self) -> list[Outcome]:
+        """Read all newcomers to their ends, while nobody is decoded; brings their first tokens."""
+        outcomes: list[Outcome] = []
+        with self.runner.alone():
+            while any(member.picker is None for member in self._members):
+                outcomes += self._read(None)
+        return outcomes
+
+    def _decode(self) -> list[Outcome]:
+        members = [member for member in self._members if member.next is not None]
+        if not members:
+            return []
+        started = time.perf_counter()
+        for member in members:
+            assert not member.sequence.spoilt, "a spoilt sequence was continued"
+            member.sequence.spoilt = True
+        try:
+            with self.runner.busy(), torch.inference_mode():
+                logits = self.runner.batch_step(
+                    self.arena,
+                    [member.arena for member in members if member.arena is not None],
+                    [member.sequence for member in members],
+                    [member.next for member in members if member.next is not None],
+                    window=self.runner.cache.window,
+                )
+        except BaseException:
+            for member in members:
+                self._drop(member)
+            raise
+        seconds = time.perf_counter() - started
+        for member in members:
+            member.sequence.spoilt = False
+            member.timing.decode_s += seconds
+            member.timing.decode_steps += 1
+        with self.runner.one_thread():
+            return [self._pick(member, logits[i]) for i, member in enumerate(members)]
+
+    def _pick(self, member: Member, logits: Tensor) -> Outcome:
+        """Choose a member's next token; where its reply ends with it, the member leaves."""
+        assert member.picker is not None
+        started = time.perf_counter()
+        try:
+            token = member.picker.pick(logits)
+        except CakeError as error:
+            self._drop(member)
+            return Outcome(member.sequence, error=error, finished=True)
+        member.timing.decode_s += time.perf_counter() - started
+        member.next = token.id
+        if token.finish_reason == "stop":
+            member.timing.finished_by = token.id
+        if token.finish_reason is not None:
+            self._drop(member, keep=member.keep)
+        return Outcome(member.sequence, token, finished=token.finish_reason is not None)
+
+    def _read(self, pieces: int | None) -> list[Outcome]:
+        """Read on in the first prompt that has not been read, up to so many (layer, chunk) pieces of it."""
+        member = next((member for member in self._members if member.picker is None), None)
+        if member is None:
+            return []
+        started, done = time.perf_counter(), 0
+        self.runner.all_threads()
+        try:
+            with self.runner.busy(), torch.inference_mode():
+                if member.reading is None:
+                    member.reading = self._begin(member)
+                while pieces is None or done < pieces:
+                    told = next(member.reading)
+                    done += 1
+                    if member.on_chunk is not None:
+                        member.on_chunk(*told)
+        except StopIteration as end:
+            member.timing.prefill_s += time.perf_counter() - started
+            return [self._end(member, end.value)]
+        except CakeError as error:
+            self._drop(member)
+            return [Outcome(member.sequence, error=error, finished=True)]
+        except BaseException:
+            self._drop(member)
+            raise
+        member.timing.prefill_s += time.perf_counter() - started
+        return []
+
+    def _begin(self, member: Member) -> Reading[Tensor]:
+        """Give a newcomer its part of the arena, with what it holds from before."""
+        sequence = member.sequence
+        assert not sequence.spoilt, "a spoilt sequence was continued"
+        member.arena = self.arena.admit(member.size)
+        if sequence.parked is not None:
+            # without the last reply's headroom, for which there may be no room beside what is read
+            member.arena.load(replace(sequence.parked, capacity=sequence.parked.length))
+            sequence.parked = None
+        sequence.spoilt = True
+        return self.runner.reading(member.arena, sequence, member.ids, member.limit)
+
+    def _end(self, member: Member, logits: Tensor) -> Outcome:
+        """A prompt has been read: the first token comes out of it."""
+        sequence, timing, arena = member.sequence, member.timing, member.arena
+        assert arena is not None
+        sequence.spoilt, member.reading = False, None
+        arena.settle()
+        timing.prompt_tokens, timing.total = len(member.ids), sequence.total
+        timing.lengths = tuple(tuple(int(n) for n in row) for row in arena.length)
+        member.picker = self.runner.picker(sequence, member.generation, member.limit, member.stop_ids)
+        if member.limit == 0:
+            self._drop(member, keep=member.keep)
+            return Outcome(sequence, finished=True)
+        if member.limit > 1:
+            self.runner.step.prepare(arena, sequence, window=self.runner.cache.window, on_wait=self.on_wait)
+        with self.runner.one_thread():
+            return self._pick(member, logits)

@@ -1,0 +1,149 @@
+"""A list of prompts, decoded together as far as memory goes, each with the reply that it would get alone."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from ..cache.layout import ArenaSize, arena_bytes, shared_size
+from ..errors import ArenaFull, CakeError
+from .available import available_memory
+from .batch import Batch
+from .generation import GenerationConfig
+from .memory import NEAR_LIMIT, plan_run
+from .reply import OnProgress, Written, wait_reporter
+from .results import Piece, Progress, Result, collect
+from .runner import Runner, Timing
+from .sequence import Sequence
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+MOST_TOGETHER = 16
+Found = TypeVar("Found")
+
+
+def generate_together(
+    engine: Engine,
+    prompts: list[list[int]],
+    generations: list[GenerationConfig],
+    *,
+    most: int = MOST_TOGETHER,
+    on_progress: OnProgress | None = None,
+) -> list[Result]:
+    """The replies to prompts of ids, in their order; `generations`, one for each, are resolved.
+
+    At most `most` are decoded together, and no more than memory (or `kv_memory`) has room for; the others wait until
+    one is over. Raises what a prompt alone would raise, with its number, before the first one is read.
+    """
+    runner, numbers = engine.runner, range(len(prompts))
+    sizes = [_numbered(i, prompts, partial(_size, runner, prompts[i], generations[i])) for i in numbers]
+    limit = _free_for_arena(engine, max(map(len, prompts)), max(arena_bytes(runner.layout, size) for size in sizes))
+    # the longest first: what is staged for it is then beside the fewest rows, and no long reply is left to the end
+    order = sorted(numbers, key=lambda i: -len(prompts[i]))
+    tell = _progress_of(engine, prompts, on_progress)
+    written: dict[int, Written] = {}
+    pieces: dict[int, list[Piece]] = {i: [] for i in numbers}
+    running: dict[int, int] = {}  # a sequence's id(), and the number of its prompt
+    with Batch(runner, most=min(most, len(prompts)), limit=limit, on_wait=wait_reporter(on_progress)) as batch:
+        for i in numbers:
+            _numbered(i, prompts, partial(batch.arena.check, sizes[i]))
+        batch.arena.reserve(_first_together([sizes[i] for i in order], batch))
+        waiting = deque(order)
+        while waiting or len(batch):
+            while waiting:
+                i, sequence, timing = waiting[0], Sequence(), Timing()
+                try:
+                    batch.join(
+                        sequence,
+                        prompts[i],
+                        generations[i],
+                        stop_ids=engine.stop_ids,
+                        on_chunk=tell(i),
+                        timing=timing,
+                    )
+                except ArenaFull:
+                    break
+                written[i] = Written(engine, sequence, prompts[i], generations[i], timing)
+                running[id(sequence)] = i
+                waiting.popleft()
+            for outcome in [*batch.read(), *batch.step()]:
+                i = running[id(outcome.sequence)]
+                if outcome.error is not None:
+                    raise _with_number(outcome.error, i, prompts)
+                piece = written[i].push(outcome.token) if outcome.token is not None else None
+                if piece is not None:
+                    pieces[i].append(piece)
+                if written[i].finished or outcome.finished:
+                    batch.leave(outcome.sequence)
+                    pieces[i].append(written[i].end())
+    return [collect(iter(pieces[i]), prompts[i]) for i in numbers]
+
+
+def _size(runner: Runner, ids: list[int], generation: GenerationConfig) -> ArenaSize:
+    return runner.fit(Sequence(), len(ids), generation.max_new_tokens or 0, limit=runner.tenancy.allowed).size
+
+
+def _first_together(sizes: list[ArenaSize], batch: Batch) -> list[ArenaSize]:
+    """As many of the first as the batch may run at once."""
+    together = sizes[: batch.most]
+    while batch.limit is not None and len(together) > 1:
+        kv, slots = shared_size(batch.runner.layout, together)
+        if 2 * kv + 8 * slots <= batch.limit:
+            break
+        together.pop()
+    return together
+
+
+def _free_for_arena(engine: Engine, longest: int, least: int) -> int | None:
+    """Bytes that the arena may take beside what reading the longest prompt takes; `least` at any rate."""
+    free, runner = available_memory(str(engine.device)), engine.runner
+    if free is None:
+        return None
+    plan = plan_run(
+        engine.config,
+        engine.cache,
+        weights=0,
+        stored=runner.decoder.dtype,
+        prompt_tokens=longest,
+        new_tokens=1,
+        chunk=engine.chunk,
+        device=engine.device,
+    )
+    mine = runner.tenancy.arena.nbytes  # is freed before the batch takes its own
+    return max(int(NEAR_LIMIT * free.bytes) + mine - plan.transient - plan.products, least)
+
+
+def _progress_of(
+    engine: Engine, prompts: list[list[int]], on_progress: OnProgress | None
+) -> Callable[[int], Callable[[int, int, int], None] | None]:
+    """For each prompt what tells `on_progress` how far all of them have been read."""
+    layers = engine.config.num_layers
+    done = [0] * len(prompts)
+    total = layers * sum(map(len, prompts))
+
+    def of(i: int) -> Callable[[int, int, int], None] | None:
+        if on_progress is None:
+            return None
+
+        def report(layer: int, read: int, tokens: int) -> None:
+            done[i] = layer * tokens + read
+            on_progress(Progress("prefill", sum(done), total, layer, layers))
+
+        return report
+
+    return of
+
+
+def _numbered(i: int, prompts: list[list[int]], call: Callable[[], Found]) -> Found:
+    """What `call` gives; an error says which of several prompts it is about."""
+    try:
+        return call()
+    except CakeError as error:
+        raise _with_number(error, i, prompts) from None
+
+
+def _with_number(error: CakeError, i: int, prompts: list[list[int]]) -> CakeError:
+    return type(error)(f"prompt {i + 1} of {len(prompts)}: {error}") if len(prompts) > 1 else error
