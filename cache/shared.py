@@ -155,13 +155,13 @@ class SharedArena:
     def _takes(self, needed: tuple[int, int]) -> str:
         """Bytes for a message; of a fixed store the share of it, by what is scarcer, times its size."""
         if not self._fixed:
-            return _mib(_bytes(needed))
+            return _size(_bytes(needed))
         share = max(needed[0] / self.store.k.numel(), needed[1] / self.store.position.numel())
-        return _mib(int(share * self.nbytes))
+        return _size(int(share * self.nbytes))
 
     @property
     def _allowed(self) -> str:
-        return _mib(self.nbytes if self._fixed else self.limit or 0)
+        return _size(self.nbytes if self._fixed else self.limit or 0)
 
     def _grow(self, needed: tuple[int, int]) -> None:
         """Another store with room for `needed`; the members move into it by way of copies of their rows."""
@@ -187,5 +187,5 @@ def _bytes(size: tuple[int, int]) -> int:
     return 2 * size[0] + 8 * size[1]
 
 
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:,.1f} MiB"
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:,.1f} KiB"

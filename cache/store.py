@@ -22,18 +22,18 @@ class Store:
         """`kv_bytes` for the keys and as many for the values. Raises MemoryLimit where the device has not as much."""
         self.layout, self.device = layout, device
         try:
-            with torch.inference_mode(False):  # an inference tensor could not be written to outside that mode
+            with torch.inference_mode(False):  # inference tensors could not be written to outside
                 self.k = torch.empty(max(kv_bytes, ALIGNMENT), dtype=torch.uint8, device=device)
                 self.v = torch.empty(max(kv_bytes, ALIGNMENT), dtype=torch.uint8, device=device)
                 self.position = torch.zeros(max(table_slots, 1), dtype=torch.int32, device=device)
                 self.score = torch.zeros(max(table_slots, 1), dtype=torch.float32, device=device)
+                slot_bytes = layout.head_dim * layout.kv_dtype.itemsize
+                whole = self.k.numel() // slot_bytes * slot_bytes
+                self.keys = self.k[:whole].view(layout.kv_dtype).view(-1, layout.head_dim)
+                self.values = self.v[:whole].view(layout.kv_dtype).view(-1, layout.head_dim)
         except RuntimeError:  # torch's own out-of-memory errors derive from it
             need = f"{(2 * kv_bytes + 8 * table_slots) / 2**20:,.0f} MiB"
             raise MemoryLimit(f"no memory for a KV arena of {need}: lower the budget or the context") from None
-        slot_bytes = layout.head_dim * layout.kv_dtype.itemsize
-        whole = self.k.numel() // slot_bytes * slot_bytes
-        self.keys = self.k[:whole].view(layout.kv_dtype).view(-1, layout.head_dim)
-        self.values = self.v[:whole].view(layout.kv_dtype).view(-1, layout.head_dim)
         self.bounce_bytes = BOUNCE_BYTES
         self._bounce = torch.empty(0, dtype=torch.uint8, device=device)
 

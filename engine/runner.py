@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..cache.arena import Arena
+from ..cache.budget import check_budget
 from ..cache.config import CacheConfig
 from ..cache.layout import ArenaLayout, ArenaSize
 from ..cache.policies import make_policy
@@ -145,6 +146,7 @@ class Runner:
             )
         if budget is not None:
             window = self.cache.window
+            check_budget(budget, window)
             budget = self.tenancy.affordable(sequence, budget, tokens, new_tokens, window=window, limit=limit)
         return Fit(new_tokens, budget, rotary, self.tenancy.size_for(sequence, budget, tokens, new_tokens))
 

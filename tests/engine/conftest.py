@@ -154,17 +154,25 @@ def dense() -> Callable[[Path], Dense]:
 
 @pytest.fixture
 def make_runner() -> Callable[..., Any]:
-    """A function `(folder, *, chunk=64, context=None, kv_dtype=None, **cache options)` that gives a Runner."""
+    """A function `(folder, *, chunk=64, context=None, kv_dtype=None, step="auto", **cache options)`: a Runner."""
     from cake_infer.cache.config import CacheConfig
     from cake_infer.engine.runner import Runner
     from cake_infer.models.config import read_config
     from cake_infer.models.weights import load_decoder
 
-    def make(folder: Path, *, chunk: int = 64, context: int | None = None, kv_dtype: Any = None, **options: Any) -> Any:
+    def make(
+        folder: Path,
+        *,
+        chunk: int = 64,
+        context: int | None = None,
+        kv_dtype: Any = None,
+        step: str = "auto",
+        **options: Any,
+    ) -> Any:
         config = read_config(folder)
         decoder = load_decoder(folder, config)
         context = context or config.max_position_embeddings
-        return Runner(decoder, CacheConfig(**options), context=context, chunk=chunk, kv_dtype=kv_dtype)
+        return Runner(decoder, CacheConfig(**options), context=context, chunk=chunk, kv_dtype=kv_dtype, step=step)
 
     return make
 
