@@ -16,6 +16,7 @@ import torch
 
 from ..errors import ArenaFull, MemoryLimit
 from .arena import Arena
+from .budget import size_text
 from .layout import ArenaLayout, ArenaSize, shared_size, span_start
 from .store import Store
 
@@ -155,13 +156,13 @@ class SharedArena:
     def _takes(self, needed: tuple[int, int]) -> str:
         """Bytes for a message; of a fixed store the share of it, by what is scarcer, times its size."""
         if not self._fixed:
-            return _size(_bytes(needed))
+            return size_text(_bytes(needed))
         share = max(needed[0] / self.store.k.numel(), needed[1] / self.store.position.numel())
-        return _size(int(share * self.nbytes))
+        return size_text(int(share * self.nbytes))
 
     @property
     def _allowed(self) -> str:
-        return _size(self.nbytes if self._fixed else self.limit or 0)
+        return size_text(self.nbytes if self._fixed else self.limit or 0)
 
     def _grow(self, needed: tuple[int, int]) -> None:
         """Another store with room for `needed`; the members move into it by way of copies of their rows."""
@@ -185,7 +186,3 @@ class SharedArena:
 
 def _bytes(size: tuple[int, int]) -> int:
     return 2 * size[0] + 8 * size[1]
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**20:,.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:,.1f} KiB"

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from ..cache.budget import Budget
 from ..cache.layout import ArenaSize, arena_bytes, shared_size
 from ..errors import ArenaFull, CakeError
 from .available import available_memory
 from .batch import Batch
 from .generation import GenerationConfig
 from .memory import NEAR_LIMIT, plan_run
-from .reply import OnProgress, Written, wait_reporter
+from .reply import OnProgress, Written, tell_if_raised, wait_reporter
 from .results import Piece, Progress, Result, collect
 from .runner import Runner, Timing
 from .sequence import Sequence
@@ -40,6 +41,9 @@ def generate_together(
     """
     runner, numbers = engine.runner, range(len(prompts))
     sizes = [_numbered(i, prompts, partial(_size, runner, prompts[i], generations[i])) for i in numbers]
+    if engine.cache.policy != "full":
+        for prompt in prompts:
+            tell_if_raised(Budget.parse(engine.cache.budget), len(prompt), engine.cache.window)
     limit = _free_for_arena(engine, max(map(len, prompts)), max(arena_bytes(runner.layout, size) for size in sizes))
     # the longest first: what is staged for it is then beside the fewest rows, and no long reply is left to the end
     order = sorted(numbers, key=lambda i: -len(prompts[i]))

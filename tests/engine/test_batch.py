@@ -240,7 +240,7 @@ def test_what_does_not_fit_is_told_before_anything_changes(tmp_path, write_check
         assert (batch.arena.offset == tables[0]).all()
         assert (batch.arena.capacity == tables[1]).all()
         assert batch.arena.nbytes == tables[2] <= limit
-        with pytest.raises(ArenaFull, match=r"needs \d+\.\d KiB .* more than the \d+\.\d KiB allowed"):
+        with pytest.raises(ArenaFull, match=r"needs \d+ KiB .* more than the \d+ KiB allowed"):
             requests.join(random_ids(60), option)
         with pytest.raises(BudgetError, match="the minimum is 4"):
             batch.join(Sequence(budget=2), random_ids(60), option)
@@ -276,7 +276,7 @@ def test_a_fixed_arena_is_never_moved_and_never_outgrown(tmp_path, write_checkpo
                 requests.join(random_ids(50, seed=joined), option)
                 joined += 1
         assert joined > 1
-        with pytest.raises(ArenaFull, match=r"more than the 117\.2 KiB allowed"):
+        with pytest.raises(ArenaFull, match=r"more than the 117 KiB allowed"):
             requests.join(random_ids(50), option)
         requests.run()
         assert batch.arena.store is store
@@ -392,7 +392,7 @@ def test_memory_is_given_back_and_counts_beside_single_replies(tmp_path, write_c
     batch = Batch(runner, limit=10**9, fixed=True)
     assert runner.tenancy.arena.nbytes < 1000, "the arena of single replies is free while nobody uses it"
     assert batch.arena.nbytes <= 200 * 1024
-    with pytest.raises(MemoryLimit, match=r"200KiB allowed beside a batch, 0\.0 MiB"):
+    with pytest.raises(MemoryLimit, match=r"200KiB allowed \(\d+ bytes beside a batch\)"):
         alone(runner, random_ids(100), generation())
     batch.close()
     batch.close()

@@ -74,7 +74,7 @@ def test_wrong_prompts_and_options_are_named_before_anything_is_read(model_folde
             engine.generate(["a", "b"], config=[GenerationConfig()])
         with pytest.raises(OptionError, match="batch must be at least 1"):
             engine.generate(["a", "b"], batch=0)
-        with pytest.raises(OptionError, match="unknown option 'messages'"):
+        with pytest.raises(OptionError, match="exactly one"):
             engine.generate(["a", "b"], messages=[])
 
 
