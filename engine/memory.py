@@ -11,7 +11,6 @@ import torch
 from ..cache.budget import DEFAULT_BUDGET, Budget, parse_bytes, size_text
 from ..cache.config import CacheConfig
 from ..cache.layout import ArenaLayout, arena_bytes, arena_size, budget_within
-from ..cache.policies import PolicyModel, make_policy
 from ..cache.store import BOUNCE_BYTES
 from ..errors import MemoryLimit, OptionError, WeightsError
 from ..models.config import ModelConfig, read_config
@@ -150,8 +149,7 @@ def first_budget(
     `kv_memory` alone gives the largest budget that fits it, and limits one that is given. With `context` the prompt
     begins a conversation of up to that many tokens, each turn of which is read beside what it holds.
     """
-    model = PolicyModel(config.model_type, config.num_layers, config.hidden_size, config.vocab_size)
-    if not make_policy(cache, model, 0).evicts:
+    if cache.choice is None:
         if cache.decode_policy == "hold":
             raise OptionError(
                 f"the policy {cache.policy!r} keeps everything, so there is no size to hold: "

@@ -41,8 +41,13 @@ class ComposedPolicy:
                 f"the scores of layer {view.layer} are not numbers: the weights are damaged or overflow their dtype; "
                 "try float32 for the option dtype"
             )
-        carry = getattr(self.indicator, "carry", None)
-        return LayerScore(indicator, preference, None if carry is None else carry(view, indicator))
+        carry, worth = getattr(self.indicator, "carry", None), getattr(self.indicator, "worth", None)
+        return LayerScore(
+            indicator,
+            preference,
+            None if carry is None else carry(view, indicator),
+            None if worth is None else worth(view, indicator),
+        )
 
     def describe(self) -> str:
         parts = [part.describe() for part in (self.allocation, self.indicator, self.heads) if hasattr(part, "describe")]
