@@ -120,6 +120,7 @@ def budget_within(
     tokens: int,
     new_tokens: int,
     hold: bool = False,
+    late: bool = False,
     window: int = 0,
     context: int | None = None,
 ) -> int:
@@ -139,6 +140,7 @@ def budget_within(
             hold=hold,
             held=layout.num_layers * layout.num_kv_heads * held,
             held_longest=held,
+            late=late,
         )
         return arena_bytes(layout, size)
 

@@ -99,7 +99,8 @@ class Method:
     """An indicator, an allocation, a rule over heads or a hold rule.
 
     where: `module:Class` below `cache`; the class takes the options as keywords. inputs: names in `INPUTS`.
-    cost: beside attention itself, for a layer of n tokens. paper: the citation.
+    cost: beside attention itself, for a layer of n tokens. paper: the citation. heads: of an allocation, the rules over
+    heads that it goes with, the usual one first.
     """
 
     name: str
@@ -109,6 +110,7 @@ class Method:
     cost: str
     paper: str
     options: tuple[Option, ...] = ()
+    heads: tuple[str, ...] = ("equal", "adaptive")
 
     def load(self) -> Any:
         """The class; imports its module."""

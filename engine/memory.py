@@ -11,6 +11,8 @@ import torch
 from ..cache.budget import DEFAULT_BUDGET, Budget, parse_bytes, size_text
 from ..cache.config import CacheConfig
 from ..cache.layout import ArenaLayout, arena_bytes, arena_size, budget_within
+from ..cache.policies import PolicyModel, make_policy
+from ..cache.policies.base import Policy
 from ..cache.store import BOUNCE_BYTES
 from ..errors import MemoryLimit, OptionError, WeightsError
 from ..models.config import ModelConfig, read_config
@@ -97,6 +99,7 @@ def plan_run(
         tokens=prompt_tokens,
         new_tokens=new_tokens,
         hold=hold,
+        late=policy_of(config, cache).late,
     )
     return Plan(
         prompt_tokens=prompt_tokens,
@@ -149,7 +152,8 @@ def first_budget(
     `kv_memory` alone gives the largest budget that fits it, and limits one that is given. With `context` the prompt
     begins a conversation of up to that many tokens, each turn of which is read beside what it holds.
     """
-    if cache.choice is None:
+    policy = policy_of(config, cache)
+    if not policy.evicts:
         if cache.decode_policy == "hold":
             raise OptionError(
                 f"the policy {cache.policy!r} keeps everything, so there is no size to hold: "
@@ -165,11 +169,19 @@ def first_budget(
         tokens=prompt_tokens,
         new_tokens=new_tokens,
         hold=cache.decode_policy == "hold",
+        late=policy.late,
         window=cache.window,
         context=context,
     )
     given = asked != Budget(count=DEFAULT_BUDGET)
     return min(asked.tokens(prompt_tokens, cache.window), within) if given else within
+
+
+def policy_of(config: ModelConfig, cache: CacheConfig) -> Policy:
+    """The policy as far as it does not depend on the budget: whether and when it evicts."""
+    return make_policy(
+        cache, PolicyModel(config.model_type, config.num_layers, config.hidden_size, config.vocab_size), 0
+    )
 
 
 def layer_elements(config: ModelConfig) -> int:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..cache.arena import Arena, Staged
-from ..cache.cascade import Cascade
 from ..cache.layout import kept_limit
 from ..cache.policies.base import Policy
 from ..cache.view import LayerView
@@ -76,8 +75,8 @@ def reading(
     evicting = policy.evicts and budget is not None and sequence.total + ids.shape[0] > budget
     piece = _piece(decoder, sequence, ids, chunk, policy.needs if evicting else frozenset())
     kv_heads = decoder.config.num_kv_heads
-    cascade = Cascade(layers, kv_heads, budget, window) if evicting and budget is not None else None
-    limit = budget if evicting else None
+    cascade = policy.cascade(layers, kv_heads, budget, window) if evicting and budget is not None else None
+    limit = budget if evicting and not policy.late else None
     arena.begin(kept_limit(layers * kv_heads, budget=limit, tokens=piece.tokens, held=arena.kept_slots))
     hidden = decoder.embed(ids)  # [tokens, hidden]
     for index in range(layers):
@@ -93,7 +92,6 @@ def reading(
         view = _view(decoder, sequence, staged, index, piece, window, inputs, separators)
         keep_best(arena, staged, view, policy.score(view), cascade)
     sequence.ids.extend(ids.tolist())
-    sequence.read = sequence.total
     return hidden[-1:]
 
 
@@ -277,8 +275,7 @@ def _view(
         lengths=None if staged.agree else staged.lengths,
         first=piece.first,
         values=staged.values if "values" in needs else None,
-        # a reply's tokens were written without a score, and may lie where another token's score still is
-        carried=staged.score.masked_fill(staged.position >= sequence.read, 0.0) if "carried" in needs else None,
+        carried=staged.score if "carried" in needs else None,
         output_projection=decoder.for_products(index).o_proj if "output_projection" in needs else None,
         column_sums=inputs.column_sums,
         column_squares=inputs.column_squares,

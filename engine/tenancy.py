@@ -23,9 +23,16 @@ class Tenancy:
     """One arena and the sequence that lives in it; another one's rows are parked beside it until it is active again."""
 
     def __init__(
-        self, layout: ArenaLayout, device: torch.device, *, hold: bool, kv_memory: str | int | None = None
+        self,
+        layout: ArenaLayout,
+        device: torch.device,
+        *,
+        hold: bool,
+        late: bool = False,
+        kv_memory: str | int | None = None,
     ) -> None:
-        self.layout, self.device, self.hold, self.kv_memory = layout, device, hold, kv_memory
+        """`late`: nothing is evicted before all layers of a piece are read, see `Policy.late`."""
+        self.layout, self.device, self.hold, self.late, self.kv_memory = layout, device, hold, late, kv_memory
         self.arena = Arena(layout, ArenaSize(0, 0, 0), device)
         self.batches: weakref.WeakSet[SharedArena] = weakref.WeakSet()  # what takes KV memory beside this arena
         self._active: weakref.ref[Sequence] | None = None
@@ -48,6 +55,7 @@ class Tenancy:
             hold=self.hold,
             held=0 if lengths is None else int(lengths.sum()),
             held_longest=0 if lengths is None else int(lengths.max()),
+            late=self.late,
         )
 
     @property
@@ -140,7 +148,6 @@ class Tenancy:
             limit=None if sequence.limit is None else sequence.limit.copy(),
             rotary=sequence.rotary,
             budget=sequence.budget,
-            read=sequence.read,
         )
 
     def restore(self, sequence: Sequence, saved: Checkpoint) -> None:
@@ -155,5 +162,4 @@ class Tenancy:
         elif sequence.ring is not None:
             sequence.ring.restore(saved.ring)
         sequence.limit, sequence.rotary, sequence.budget = saved.limit, saved.rotary, saved.budget
-        sequence.read = saved.read
         sequence.spoilt = False

@@ -11,3 +11,4 @@ class EqualHeads:
     """What every method does that names no rule over heads; the layer stays one strided view."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
+    mode: ClassVar[str] = "equal"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
+    from ..cascade import Cascade
     from ..view import LayerView
 
 
@@ -26,21 +29,21 @@ class LayerScore:
     """A layer's verdict: `indicator` fp32 `[kv_heads, n]` (higher stays) and `preference`, finite and at least 0.
 
     carried: fp32 `[kv_heads, n]` to be kept with each row and given back when it is scored again; None keeps the
-    indicator. worth: fp32 `[kv_heads, n]`, by which heads and layers are compared; None compares the indicator.
+    indicator. preference: one number for each KV head where rows are dealt to on their own. curve: instead of it, the
+    falling priorities of the layer's next so many seats.
     """
 
     indicator: Tensor
-    preference: float
+    preference: float | tuple[float, ...]
     carried: Tensor | None = None
-    worth: Tensor | None = None
+    curve: Callable[[int], np.ndarray] | None = None
 
 
 class Indicator(Protocol):
     """Scores the tokens of one layer. Stateless between layers; what a row must remember is `carry`.
 
-    A class may also have `describe(self) -> str`, its constants for the statistics line;
-    `carry(self, view, indicator) -> Tensor`, fp32 `[kv_heads, n]`, what to keep with each row (default: the indicator);
-    `worth(self, view, indicator) -> Tensor`, what heads and layers are compared by (default: the indicator).
+    A class may also have `describe(self) -> str`, its constants for the statistics line, and
+    `carry(self, view, indicator) -> Tensor`, fp32 `[kv_heads, n]`, what to keep with each row (default: the indicator).
     """
 
     @property
@@ -54,18 +57,23 @@ class Indicator(Protocol):
 
 class Allocation(Protocol):
     """A layer's weight in the sharing of the budget. A class may also have `describe` as an indicator, and
-    `create(cls, model, budget, **options)` where its constants depend on the model."""
+    `create(cls, model, budget, **options)` where its constants depend on the model.
+
+    An allocation by scores has `scored = True` and, unless rows compete on their own, instead of `preference`
+    `curve(view, indicator, limit) -> np.ndarray`, fp32 and falling: the priorities of the layer's seats. One that must
+    have seen all layers has `settle(preferences) -> weights`: nothing is evicted before the last layer then.
+    """
 
     @property
     def needs(self) -> frozenset[str]:
         """The inputs that `preference` reads beyond keys and positions."""
 
-    def preference(self, view: LayerView, indicator: Tensor) -> float:
+    def preference(self, view: LayerView, indicator: Tensor) -> float | tuple[float, ...]:
         """Finite and at least 0; a layer is dealt seats in proportion to it. `indicator` is what `score` gave."""
 
 
 class Policy(Protocol):
-    """Indicator + allocation. Stateless between layers: the cascade does the sharing."""
+    """Indicator + allocation. Stateless between layers: the cascade, one for each piece, does the sharing."""
 
     @property
     def name(self) -> str:
@@ -78,6 +86,13 @@ class Policy(Protocol):
     @property
     def needs(self) -> frozenset[str]:
         """The inputs of `score` beyond keys and positions, by name: "window_queries"."""
+
+    @property
+    def late(self) -> bool:
+        """Whether nothing is evicted before all layers are read, so that a prefill holds the whole cache."""
+
+    def cascade(self, num_layers: int, kv_heads: int, budget: int, window: int) -> Cascade:
+        """How the rows of a piece share the budget."""
 
     def score(self, view: LayerView) -> LayerScore:
         """Score the rows of one layer."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from ...errors import CakeError
+from ..cascade import Cascade
+from ..shares import DEFAULT_HEAD_FLOOR
 from .base import Allocation, Indicator, LayerScore
 
 if TYPE_CHECKING:
@@ -32,22 +35,37 @@ class ComposedPolicy:
     def needs(self) -> frozenset[str]:
         return self.indicator.needs | self.allocation.needs | frozenset(self.heads.needs)
 
+    @property
+    def late(self) -> bool:
+        return hasattr(self.allocation, "settle")
+
+    def cascade(self, num_layers: int, kv_heads: int, budget: int, window: int) -> Cascade:
+        """The dealing that allocation and heads speak of."""
+        return Cascade(
+            num_layers,
+            kv_heads,
+            budget,
+            window,
+            scored=getattr(self.allocation, "scored", False),
+            heads=self.heads.mode,
+            head_floor=getattr(self.heads, "floor", DEFAULT_HEAD_FLOOR),
+            settle=getattr(self.allocation, "settle", None),
+        )
+
     def score(self, view: LayerView) -> LayerScore:
         """Raises `CakeError` if the layer's scores are not numbers."""
         indicator = self.indicator.score(view)
-        preference = self.allocation.preference(view, indicator)
+        curve = getattr(self.allocation, "curve", None)
+        preference = 1.0 if curve is not None else self.allocation.preference(view, indicator)
         if has_nan(indicator, view):
             raise CakeError(
                 f"the scores of layer {view.layer} are not numbers: the weights are damaged or overflow their dtype; "
                 "try float32 for the option dtype"
             )
-        carry, worth = getattr(self.indicator, "carry", None), getattr(self.indicator, "worth", None)
-        return LayerScore(
-            indicator,
-            preference,
-            None if carry is None else carry(view, indicator),
-            None if worth is None else worth(view, indicator),
-        )
+        carry = getattr(self.indicator, "carry", None)
+        carried = None if carry is None else carry(view, indicator)
+        by_seat = None if curve is None else partial(curve, view, indicator)
+        return LayerScore(indicator, preference, carried, by_seat)
 
     def describe(self) -> str:
         parts = [part.describe() for part in (self.allocation, self.indicator, self.heads) if hasattr(part, "describe")]

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from ..cascade import Cascade
 from ..view import LayerView
 from .base import LayerScore
 
@@ -18,6 +19,11 @@ class FullPolicy:
     name: ClassVar[str] = "full"
     evicts: ClassVar[bool] = False
     needs: ClassVar[frozenset[str]] = frozenset()
+    late: ClassVar[bool] = False
+
+    def cascade(self, num_layers: int, kv_heads: int, budget: int, window: int) -> Cascade:
+        """Layers alike, if it were asked."""
+        return Cascade(num_layers, kv_heads, budget, window)
 
     def score(self, view: LayerView) -> LayerScore:
         """Every row counts the same, so an order is that of positions."""
