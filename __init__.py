@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .engine.results import Piece, Progress, Result
     from .engine.statistics import Statistics
     from .errors import (
+        ArenaFull,
         BackendError,
         BudgetError,
         CakeError,
@@ -37,6 +38,7 @@ _HOME = {
     "GenerationConfig": ".engine.generation",
     "Statistics": ".engine.statistics",
     "CacheConfig": ".cache.config",
+    "ArenaFull": ".errors",
     "BackendError": ".errors",
     "BudgetError": ".errors",
     "CakeError": ".errors",
@@ -51,6 +53,7 @@ _HOME = {
 }
 
 __all__ = [
+    "ArenaFull",
     "BackendError",
     "BudgetError",
     "CacheConfig",

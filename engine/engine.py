@@ -316,6 +316,10 @@ class Engine:
             raise PromptError(f"{self.model_path} has no chat template: give plain text instead")
         return self.template
 
+    def resolved(self, config: GenerationConfig | None = None, **options: Any) -> GenerationConfig:
+        """Options with every `None` filled in: the caller's over the model's own defaults; a seed is drawn if need be."""
+        return self._generation(config, options)
+
     def _generation(self, config: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:
         """The caller's options over the model's own defaults."""
         known = {field.name for field in fields(GenerationConfig)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 
 from ..cache.budget import DEFAULT_BUDGET, Budget, parse_bytes, size_text
 from ..cache.config import CacheConfig
-from ..cache.layout import ArenaLayout, arena_bytes, arena_size, budget_within
+from ..cache.layout import ArenaLayout, ArenaSize, arena_size, budget_within, shared_size
 from ..cache.policies import PolicyModel, make_policy
 from ..cache.policies.base import Policy
 from ..cache.store import BOUNCE_BYTES
@@ -38,6 +39,7 @@ NEAR_LIMIT = 0.9
 class Plan:
     """Bytes that a run holds at its peak, and the tokens they follow from.
 
+    batch: how many such prompts are decoded together; they are read one after another.
     budget: tokens per layer and KV head; None where nothing is ever evicted.
     arena: all keys and values with their bookkeeping: what is `kept` beside the `staging` of one layer while the prompt
     is read, or afterwards what is kept and room for the reply, whichever is more.
@@ -57,6 +59,7 @@ class Plan:
     widened: int
     chunk: int
     products: int = 0
+    batch: int = 1
 
     @property
     def transient(self) -> int:
@@ -81,10 +84,12 @@ def plan_run(
     new_tokens: int,
     chunk: int,
     device: torch.device | str = "cpu",
+    batch: int = 1,
 ) -> Plan:
     """The peak of reading one prompt and writing one reply on an engine that holds nothing yet.
 
-    `weights` bytes of matrices in the dtype `stored`. Raises BudgetError where the budget is below its minimum.
+    `weights` bytes of matrices in the dtype `stored`. `batch`: so many such prompts are decoded together, as far as
+    `kv_memory` has room for them. Raises BudgetError where the budget is below its minimum.
     """
     compute_dtype = torch.float32 if torch.device(device).type == "cpu" else stored
     kept_dtype = kv_dtype(cache, stored, compute_dtype)
@@ -101,21 +106,43 @@ def plan_run(
         hold=hold,
         late=policy_of(config, cache).late,
     )
+    limit = None if cache.kv_memory is None else parse_bytes(cache.kv_memory)
+    together, arena = together_within(layout, [size] * batch, limit)
+    ring = 0 if budget is None else ring_bytes(config, cache)
     return Plan(
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,
+        batch=together,
         budget=budget,
         weights=weights,
-        arena=arena_bytes(layout, size),
-        kept=size.kept * layout.kept_slot_bytes,
+        arena=arena,
+        kept=(size.kept + (together - 1) * size.decode) * layout.kept_slot_bytes,
         staging=size.staging * (2 * layout.head_dim * products.itemsize + 8),
         hidden=prompt_tokens * config.hidden_size * compute_dtype.itemsize,
         widened=layer_elements(config) * products.itemsize if stored != products else 0,
-        chunk=working_bytes(
+        chunk=(together - 1) * ring
+        + working_bytes(
             config, cache, layout, budget=budget, prompt_tokens=prompt_tokens, chunk=min(chunk, prompt_tokens)
         ),
         products=product_bytes(config, min(chunk, prompt_tokens)) if torch.device(device).type == "cpu" else 0,
     )
+
+
+def together_within(layout: ArenaLayout, sizes: Sequence[ArenaSize], limit: int | None) -> tuple[int, int]:
+    """How many of the first sequences of these sizes run together in an arena of `limit` bytes, and what they take.
+
+    At least one does.
+    """
+    for count in range(len(sizes), 0, -1):
+        kv, slots = shared_size(layout, sizes[:count])
+        if limit is None or count == 1 or 2 * kv + 8 * slots <= limit:
+            return count, 2 * kv + 8 * slots
+    return 0, 0
+
+
+def ring_bytes(config: ModelConfig, cache: CacheConfig) -> int:
+    """Bytes of the queries that vote, of one sequence."""
+    return config.num_layers * cache.window * config.num_heads * config.head_dim * FP32
 
 
 def weights_of(
@@ -207,7 +234,7 @@ def working_bytes(
     tables += workspace_elements(config, chunk) * item
     if budget is None:
         return attention + tables
-    tables += config.num_layers * cache.window * queries * FP32  # the queries that vote
+    tables += ring_bytes(config, cache)
     if prompt_tokens <= budget:
         return attention + tables
     window, group = min(cache.window, prompt_tokens), config.num_heads // config.num_kv_heads

@@ -8,12 +8,12 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from ..cache.budget import Budget
-from ..cache.layout import ArenaSize, arena_bytes, shared_size
+from ..cache.layout import ArenaSize, arena_bytes
 from ..errors import ArenaFull, CakeError
 from .available import available_memory
 from .batch import Batch
 from .generation import GenerationConfig
-from .memory import NEAR_LIMIT, plan_run
+from .memory import NEAR_LIMIT, plan_run, together_within
 from .reply import OnProgress, Written, tell_if_raised, wait_reporter
 from .results import Piece, Progress, Result, collect
 from .runner import Runner, Timing
@@ -54,7 +54,8 @@ def generate_together(
     with Batch(runner, most=min(most, len(prompts)), limit=limit, on_wait=wait_reporter(on_progress)) as batch:
         for i in numbers:
             _numbered(i, prompts, partial(batch.arena.check, sizes[i]))
-        batch.arena.reserve(_first_together([sizes[i] for i in order], batch))
+        first = [sizes[i] for i in order[: batch.most]]
+        batch.arena.reserve(first[: together_within(runner.layout, first, batch.limit)[0]])
         waiting = deque(order)
         while waiting or len(batch):
             while waiting:
@@ -88,17 +89,6 @@ def generate_together(
 
 def _size(runner: Runner, ids: list[int], generation: GenerationConfig) -> ArenaSize:
     return runner.fit(Sequence(), len(ids), generation.max_new_tokens or 0, limit=runner.tenancy.allowed).size
-
-
-def _first_together(sizes: list[ArenaSize], batch: Batch) -> list[ArenaSize]:
-    """As many of the first as the batch may run at once."""
-    together = sizes[: batch.most]
-    while batch.limit is not None and len(together) > 1:
-        kv, slots = shared_size(batch.runner.layout, together)
-        if 2 * kv + 8 * slots <= batch.limit:
-            break
-        together.pop()
-    return together
 
 
 def _free_for_arena(engine: Engine, longest: int, least: int) -> int | None:

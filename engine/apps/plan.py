@@ -43,6 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive_count,
         help=f"length of the prompt (default {DEFAULT_PROMPT_TOKENS}, or what the context has room for)",
     )
+    length.add_argument(
+        "--batch",
+        metavar="N",
+        type=positive_count,
+        default=1,
+        help="how many such prompts are decoded together, as far as --kv-memory has room for them (default 1)",
+    )
     others = tuple(name for name in GENERATION_FLAGS if name != "max_new_tokens")
     add_flags(length, GenerationConfig, GENERATION_FLAGS, skip=others)
     add_model_arguments(
@@ -96,6 +103,7 @@ def run(args: argparse.Namespace) -> int:
             new_tokens=new_tokens,
             chunk=options.chunk,
             device=device,
+            batch=args.batch,
         )
 
     plan, full = plan_with(cache), plan_with(everything(cache))
@@ -158,10 +166,11 @@ def table(name: str, config: ModelConfig, stored: str, plan: Plan, full: Plan, a
     from ...cache.budget import size_text
 
     budget = "everything is kept" if plan.budget is None else f"budget {plan.budget:,} tokens per layer and KV head"
+    prompts = "a prompt" if plan.batch == 1 else f"{plan.batch} prompts together, each"
     lines = [
         f"{name}: {config.num_layers} layers, {config.num_heads} heads, {config.num_kv_heads} KV heads of "
         f"{config.head_dim}, {stored}",
-        f"a prompt of {plan.prompt_tokens:,} tokens and up to {plan.new_tokens:,} new ones, {budget}",
+        f"{prompts} of {plan.prompt_tokens:,} tokens and up to {plan.new_tokens:,} new ones, {budget}",
         "",
         f"{'':<22}{'this run':>14}{'full cache':>14}",
     ]

@@ -16,6 +16,7 @@ from cake_infer.cache.budget import size_text
 from cake_infer.cache.config import CacheConfig
 from cake_infer.engine import memory
 from cake_infer.engine.available import Available, available_memory
+from cake_infer.engine.batch import Batch
 from cake_infer.engine.engine import Engine
 from cake_infer.engine.memory import Plan, check_download, check_memory, plan_run, weights_of
 from cake_infer.errors import MemoryLimit
@@ -105,7 +106,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return write
 
 
-def planned(engine: Engine, prompt_tokens: int, new_tokens: int) -> memory.Plan:
+def planned(engine: Engine, prompt_tokens: int, new_tokens: int, batch: int = 1) -> memory.Plan:
     weights, stored = weights_of(None, engine.config, engine.dtype)
     return plan_run(
         engine.config,
@@ -115,6 +116,7 @@ def planned(engine: Engine, prompt_tokens: int, new_tokens: int) -> memory.Plan:
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,
         chunk=engine.chunk,
+        batch=batch,
     )
 
 
@@ -151,6 +153,34 @@ def test_the_plan_is_within_5_percent_of_what_is_alive_at_the_peak(
         plan = planned(engine, prompt_tokens, 4)
         assert plan.arena == engine.runner.tenancy.arena.nbytes
         assert plan.weights == engine.runner.decoder.nbytes
+    assert live.peak == pytest.approx(plan.arena + plan.transient, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cache"),
+    [
+        ({}, CacheConfig(budget=256)),
+        ({}, CacheConfig(budget=256, decode_policy="hold", kv_dtype="bfloat16")),
+        ({}, CacheConfig(policy="full")),
+        ({}, CacheConfig(budget=256, kv_memory="1700KiB")),
+    ],
+)
+def test_the_plan_of_a_batch_is_within_5_percent_of_what_is_alive_at_the_peak(
+    overrides: dict[str, Any], cache: CacheConfig, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [torch.randint(320, (1500,), generator=torch.Generator().manual_seed(seed)).tolist() for seed in range(5)]
+    arenas = []
+    step = Batch.step
+    monkeypatch.setattr(Batch, "step", lambda self: (arenas.append((len(self), self.arena.nbytes)), step(self))[1])
+    folder = checkpoint(**overrides)
+    with Engine.load(folder, random_weights=True, dtype="bfloat16", chunk=128, cache=cache) as engine:
+        with LiveBytes() as live:
+            engine.generate(prompts, max_new_tokens=4)
+        plan = planned(engine, 1500, 4, batch=5)
+    together = max(count for count, _ in arenas)
+    assert plan.batch == together
+    assert plan.batch == (5 if cache.kv_memory is None else 3)
+    assert plan.arena == max(nbytes for _, nbytes in arenas)
     assert live.peak == pytest.approx(plan.arena + plan.transient, rel=0.05)
 
 
@@ -220,6 +250,7 @@ FLAGS: dict[str, tuple[list[str], set[str]]] = {
     "--policy": (["--policy", "full"], {"budget", "arena", "kept", "chunk", "transient", "total"}),
     "--window": (["--window", "16"], {"chunk", "transient", "total"}),
     "--decode-policy": (["--decode-policy", "hold"], {"arena", "total"}),
+    "--batch": (["--batch", "3"], {"batch", "arena", "kept", "chunk", "transient", "total"}),
     "--kv-dtype": (["--kv-dtype", "float32"], {"arena", "kept", "chunk", "transient", "total"}),
 }
 EVERYTHING_ELSE = {"--model", "--revision", "--random-weights", "--device", "--json"}
