@@ -317,7 +317,7 @@ class Engine:
         return self.template
 
     def resolved(self, config: GenerationConfig | None = None, **options: Any) -> GenerationConfig:
-        """Options with every `None` filled in: the caller's over the model's own defaults; a seed is drawn if need be."""
+        """Options with every `None` filled in, from the model's own defaults; without a seed one is drawn."""
         return self._generation(config, options)
 
     def _generation(self, config: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:

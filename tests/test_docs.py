@@ -138,8 +138,8 @@ def test_errors_that_are_told_are_all_that_can_be_imported() -> None:
     text = (ROOT / "docs" / "embedding.md").read_text(encoding="utf-8")
     table = text.split("| error |")[1].split("\n\n")[0]
     told = set(re.findall(r"`(\w+)`", table))
-    family = {name for name in cake_infer.__all__ if name.endswith("Error") or name in ("MemoryLimit", "ModelNotFound")}
-    family |= {"UnsupportedModel"}
+    family = {name for name in cake_infer.__all__ if name.endswith("Error") or name.endswith("Limit")}
+    family |= {"ArenaFull", "ModelNotFound", "UnsupportedModel"}
     assert told == family - {"CakeError", "SnapshotError"}  # nothing saves a cache yet
 
 
