@@ -13,29 +13,45 @@ from torch import Tensor
 
 from ..cache.arena import Arena
 from ..models.decoder import Decoder
-from .attention import decode_attention
+from .attention import Attention, Sdpa, SlidingMask
+from .attention.tables import RowTables
 from .sequence import Sequence
 
 
-def step(decoder: Decoder, arena: Arena, sequence: Sequence, token: int, *, window: int) -> Tensor:
+SDPA = Sdpa()
+
+
+def step(
+    decoder: Decoder, arena: Arena, sequence: Sequence, token: int, *, window: int, attention: Attention = SDPA
+) -> Tensor:
     """Feed one token. Returns the next token's logits fp32 `[vocab]`; rows and the sequence's ids are extended.
 
     The rows must have room (`Arena.capacity`): the caller checks before the first step.
     """
-    return batch_step(decoder, [arena], [sequence], [token], window=window)[0]
+    return batch_step(decoder, [arena], [sequence], [token], window=window, attention=attention)[0]
 
 
 def batch_step(
-    decoder: Decoder, arenas: list[Arena], sequences: list[Sequence], tokens: list[int], *, window: int
+    decoder: Decoder,
+    arenas: list[Arena],
+    sequences: list[Sequence],
+    tokens: list[int],
+    *,
+    window: int,
+    attention: Attention = SDPA,
 ) -> Tensor:
     """Feed one token to each of n sequences. Returns the next tokens' logits fp32 `[n, vocab]`.
 
-    Every matrix meets the n tokens together; each sequence attends over its own rows, as long as they are.
+    Every matrix meets the n tokens together; each sequence attends over its own rows, as long as they are. A ragged
+    backend reads the rows of all sequences in one launch; their arenas then share a store.
     """
     ids = torch.tensor(tokens, device=decoder.device)
     cos, sin = _angles(sequences, decoder.device)
     hidden = decoder.embed(ids)  # [n, hidden]
     config = decoder.config
+    tables = None
+    if attention.ragged and all(arena.store is arenas[0].store for arena in arenas):
+        tables = RowTables(arenas, [one.limit for one in sequences], [one.total for one in sequences])
     for index in range(config.num_layers):
         layer = decoder.widened(index)
         normed = decoder.attention_norm(layer, hidden)
@@ -43,16 +59,22 @@ def batch_step(
         shape = (config.num_kv_heads, len(tokens), config.head_dim)
         keys, values = (torch.empty(shape, dtype=hidden.dtype, device=hidden.device) for _ in range(2))
         decoder.keys_values(layer, normed, cos, sin, keys, values)
-        attended = torch.empty_like(queries)
-        for i, (arena, sequence) in enumerate(zip(arenas, sequences, strict=True)):
-            one = slice(i, i + 1)
+        for i, sequence in enumerate(sequences):
             if sequence.ring is not None:
-                sequence.ring.write(index, sequence.total, queries[:, one])
-            attended[:, i] = _layer_attention(
-                decoder, arena, sequence, index, queries[:, i], keys[:, one], values[:, one], window
-            )
+                sequence.ring.write(index, sequence.total, queries[:, i : i + 1])
+        if tables is not None:
+            attended = _ragged_attention(decoder, tables, index, queries, keys, values, window, attention)
+        else:
+            attended = torch.empty_like(queries)
+            for i, (arena, sequence) in enumerate(zip(arenas, sequences, strict=True)):
+                one = slice(i, i + 1)
+                attended[:, i] = _layer_attention(
+                    decoder, arena, sequence, index, queries[:, i], keys[:, one], values[:, one], window, attention
+                )
         hidden = hidden + decoder.attention_output(layer, attended)
         hidden += decoder.mlp(layer, decoder.mlp_norm(layer, hidden))
+    if tables is not None:
+        tables.advance()
     for sequence, token in zip(sequences, tokens, strict=True):
         sequence.ids.append(token)
     return decoder.logits(hidden)
@@ -68,6 +90,31 @@ def _angles(sequences: list[Sequence], device: torch.device) -> tuple[Tensor, Te
     return torch.cat(cos), torch.cat(sin)
 
 
+def _ragged_attention(
+    decoder: Decoder,
+    tables: RowTables,
+    layer: int,
+    queries: Tensor,
+    new_keys: Tensor,
+    new_values: Tensor,
+    window: int,
+    attention: Attention,
+) -> Tensor:
+    """`_layer_attention` for all n sequences at once: queries and the result `[heads, n, head_dim]`."""
+    rows, full = tables.layer(layer), tables.any_full(layer)
+    attention.store_newcomers(rows, new_keys.transpose(0, 1), new_values.transpose(0, 1))
+    out, weights = attention.attend_rows(
+        queries.transpose(0, 1),
+        rows,
+        scale=decoder.scale,
+        sliding=decoder.config.sliding_windows[layer],
+        weights=full,
+    )
+    if weights is not None:
+        attention.exchange_least_attended(rows, weights, tables.limit[layer], window=window)
+    return out.transpose(0, 1)
+
+
 def _layer_attention(
     decoder: Decoder,
     arena: Arena,
@@ -77,6 +124,7 @@ def _layer_attention(
     new_keys: Tensor,
     new_values: Tensor,
     window: int,
+    attention: Attention,
 ) -> Tensor:
     """Write the newcomer `[kv_heads, 1, head_dim]` into each row, attend, and let full rows give up a slot."""
     position, sliding = sequence.total, decoder.config.sliding_windows[layer]
@@ -90,12 +138,15 @@ def _layer_attention(
         else:
             keys, values, positions = (table[None] for table in arena.row(layer, heads.start, extra=1))
         keys[:, -1], values[:, -1], positions[:, -1] = new_keys[heads, 0], new_values[heads, 0], position
-        hidden = None if sliding is None else positions <= position - sliding
+        mask = None
+        if sliding is not None:
+            mask = SlidingMask(sliding, torch.tensor([position], device=positions.device), positions)
         part = queries[heads.start * group : heads.stop * group]
-        output, weights = decode_attention(part, keys, values, scale=decoder.scale, hidden=hidden)
+        output, weights = attention.decode(part, keys, values, scale=decoder.scale, sliding=mask)
         outputs.append(output)
         full = sequence.limit is not None and bool((arena.length[layer, heads] >= sequence.limit[layer, heads]).all())
         if full:
+            assert weights is not None, "a backend without weights was chosen for hold"
             losers = least_attended(weights, positions, position, window)
             for table in (keys, values, positions):
                 exchange(table, losers)

@@ -21,6 +21,8 @@ from ..models.hub import resolve_model
 from ..models.packed import as_quantised, load_quantised
 from ..models.tokenizer import Tokenizer
 from ..models.weights import load_decoder, random_decoder
+from .attention import choose_attention
+from .attention.choose import Setting
 from .available import available_memory
 from .chat import Chat
 from .encoding import listed_ids, prompt_ids
@@ -136,6 +138,7 @@ class Engine:
         config = read_config(path)
         if rope_scaling is not None:
             config = with_rope_scaling(config, rope_scaling)
+        choose_attention(attention, Setting.of(config, cache, target))  # refused before a weight is read
         if path.is_file():  # another name than config.json says nothing of the files beside it
             path = path.parent if path.name == "config.json" else Path()
         engine = cls(
@@ -164,13 +167,15 @@ class Engine:
             unused_ids=() if tokenizer is None else tokenizer.unused_ids,
             step=step,
             threads=threads or torch.get_num_threads(),
+            attention=attention,
         )
         if step == "compiled":
             _ = engine._runner.step  # what it cannot run is refused now, not after a long prompt has been read
         name = path.name or Path(model).stem  # random weights may have a file of a name of its own
         names = [quant or dtype_name(decoder.dtype)]
         names += [dtype_name(dtype) for dtype in (engine._runner.layout.kv_dtype, decoder.compute_dtype)]
-        log.info("%s: %s weights, %s keys and values, computed in %s on %s", name, *names, target)
+        names += [str(target), engine._runner.attention.name]
+        log.info("%s: %s weights, %s keys and values, computed in %s on %s, attention %s", name, *names)
         engine.load_s = time.perf_counter() - started
         return engine
 

@@ -18,7 +18,7 @@ from ..models.rope_config import parse_scaling
 from .generation import GenerationConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
-ATTENTION = ("auto", "sdpa")
+ATTENTION = ("auto", "sdpa", "flash_attn", "triton")
 STEPS = ("auto", "compiled", "eager")
 QUANTS = ("int8", "int4")
 MOST_THREADS = 1024  # torch's own pool crashes the process with too many
@@ -186,7 +186,9 @@ ENGINE_FLAGS = {
     "context": Flag("the most tokens of a conversation; default what the model was made for", positive_count, "N"),
     "rope_scaling": Flag("stretch the context: linear:F, dynamic:F or yarn:F", metavar="KIND:F"),
     "chunk": Flag("tokens read at a time within a layer", positive_count, "N"),
-    "attention": Flag("attention backend", choices=ATTENTION),
+    "attention": Flag(
+        "attention backend: sdpa (torch), flash_attn, triton, or auto: the best that can run", choices=ATTENTION
+    ),
     "step": Flag(
         "what decodes: compiled (numba), eager (plain torch), or auto: compiled where it can be",
         choices=STEPS,

@@ -19,12 +19,14 @@ from ..cache.policies.base import Policy
 from ..cache.view import LayerView
 from ..models.decoder import Decoder, Layer
 from ..models.workspace import Workspace
+from .attention import Attention, Sdpa
 from .inputs import ALL_QUERIES, LayerInputs
 from .keeping import keep_best
 from .sequence import Sequence
 from .staged_attention import attend_chunk, attend_last
 
 OnChunk = Callable[[int, int, int], None]  # (layer, tokens of this layer done, tokens of the piece)
+SDPA = Sdpa()
 Result = TypeVar("Result")
 Reading = Generator[tuple[int, int, int], None, Result]  # stops with what OnChunk is told
 
@@ -40,6 +42,7 @@ class Piece:
     sin: Tensor
     chunk: int
     work: Workspace | None  # of one chunk; None on a GPU, where torch keeps what is freed
+    attention: Attention
     needs: frozenset[str] = frozenset()  # what the policy asks to know of every layer, if it evicts
 
     @property
@@ -60,6 +63,7 @@ def reading(
     window: int,
     chunk: int,
     separators: frozenset[int] | None = None,
+    attention: Attention = SDPA,
 ) -> Reading[Tensor]:
     """Feed `ids` int64 `[tokens]` to the sequence in the arena. Returns the last hidden state `[1, hidden]`.
 
@@ -73,7 +77,7 @@ def reading(
     layers = decoder.config.num_layers
     budget = sequence.budget
     evicting = policy.evicts and budget is not None and sequence.total + ids.shape[0] > budget
-    piece = _piece(decoder, sequence, ids, chunk, policy.needs if evicting else frozenset())
+    piece = _piece(decoder, sequence, ids, chunk, attention, policy.needs if evicting else frozenset())
     kv_heads = decoder.config.num_kv_heads
     cascade = policy.cascade(layers, kv_heads, budget, window) if evicting and budget is not None else None
     limit = budget if evicting and not policy.late else None
@@ -105,10 +109,21 @@ def read(
     window: int,
     chunk: int,
     separators: frozenset[int] | None = None,
+    attention: Attention = SDPA,
     on_chunk: OnChunk | None = None,
 ) -> Tensor:
     """`reading` without a pause."""
-    steps = reading(decoder, arena, sequence, ids, policy=policy, window=window, chunk=chunk, separators=separators)
+    steps = reading(
+        decoder,
+        arena,
+        sequence,
+        ids,
+        policy=policy,
+        window=window,
+        chunk=chunk,
+        separators=separators,
+        attention=attention,
+    )
     return read_through(steps, on_chunk)
 
 
@@ -124,9 +139,11 @@ def read_through(steps: Reading[Result], on_chunk: OnChunk | None = None) -> Res
             on_chunk(*done)
 
 
-def read_all(decoder: Decoder, arena: Arena, sequence: Sequence, ids: Tensor, *, chunk: int) -> Tensor:
+def read_all(
+    decoder: Decoder, arena: Arena, sequence: Sequence, ids: Tensor, *, chunk: int, attention: Attention = SDPA
+) -> Tensor:
     """The last layer's hidden states of every token, `[tokens, hidden]`; nothing is kept in the arena."""
-    piece = _piece(decoder, sequence, ids, chunk)
+    piece = _piece(decoder, sequence, ids, chunk, attention)
     arena.begin(0)
     hidden = decoder.embed(ids)
     for index in range(decoder.config.num_layers):
@@ -135,7 +152,14 @@ def read_all(decoder: Decoder, arena: Arena, sequence: Sequence, ids: Tensor, *,
     return hidden
 
 
-def _piece(decoder: Decoder, sequence: Sequence, ids: Tensor, chunk: int, needs: frozenset[str] = frozenset()) -> Piece:
+def _piece(
+    decoder: Decoder,
+    sequence: Sequence,
+    ids: Tensor,
+    chunk: int,
+    attention: Attention,
+    needs: frozenset[str] = frozenset(),
+) -> Piece:
     assert sequence.rotary is not None, "a sequence gets its rotary frequencies before its first piece"
     tokens, first = ids.shape[0], sequence.total
     cos, sin = sequence.rotary.cos_sin(torch.arange(first, first + tokens, device=ids.device))
@@ -172,7 +196,7 @@ def _whole_layer(
             before = inputs.before(span)
             if inputs.wants_log_sum_exp and (sliding is None or piece.total <= sliding):
                 lse = torch.empty(queries.shape[:2], device=queries.device)
-        attended = attend_chunk(queries, staged, start, end, piece.first, decoder.scale, sliding, lse)
+        attended = attend_chunk(piece.attention, queries, staged, start, end, piece.first, decoder.scale, sliding, lse)
         if inputs is not None:
             inputs.queries(queries, cos, sin, start, lse)
         span += decoder.attention_output(layer, attended, piece.work)
@@ -205,7 +229,7 @@ def _last_layer(
     queries = decoder.queries(layer, normed, piece.cos[start:], piece.sin[start:])
     if sequence.ring is not None:
         sequence.ring.write(index, piece.first + start, queries)
-    attended = attend_last(queries[:, -1], staged, piece.total, decoder.scale, sliding)
+    attended = attend_last(piece.attention, queries[:, -1], staged, piece.total, decoder.scale, sliding)
     last = hidden[-1:] + decoder.attention_output(layer, attended[:, None])
     last += decoder.mlp(layer, decoder.mlp_norm(layer, last))
     return last

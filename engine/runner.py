@@ -24,6 +24,8 @@ from ..errors import CakeError, PromptError
 from ..models.decoder import Decoder
 from ..models.rope import Rotary
 from . import precision, prefill
+from .attention import choose_attention
+from .attention.choose import Setting
 from .generation import GenerationConfig
 from .memory import first_budget
 from .picker import Picker, Token
@@ -76,6 +78,7 @@ class Runner:
         kv_dtype: torch.dtype | None = None,
         step: str = "auto",
         threads: int = 1,
+        attention: str = "auto",
     ) -> None:
         config = decoder.config
         self.decoder, self.cache, self.context, self.chunk, self.valid_ids = decoder, cache, context, chunk, valid_ids
@@ -94,6 +97,8 @@ class Runner:
         self.model = PolicyModel(config.model_type, config.num_layers, config.hidden_size, config.vocab_size)
         late = self.policy(None).late
         self.tenancy = Tenancy(self.layout, decoder.device, hold=self.hold, late=late, kv_memory=cache.kv_memory)
+        dtypes = {decoder.compute_dtype, self.layout.kv_dtype, self.layout.staging_dtype}
+        self.attention = choose_attention(attention, Setting.of(config, cache, decoder.device, dtypes))
         self._lock = threading.RLock()  # steps of concurrent callers queue, each on its own sequence
         self._busy = False
 
@@ -172,7 +177,7 @@ class Runner:
     @cached_property
     def step(self) -> Step:
         """What makes the decode steps; looked for when the first one is due."""
-        return make_step(self.decoder, self.layout.kv_dtype, self._wanted_step, self._threads)
+        return make_step(self.decoder, self.layout.kv_dtype, self._wanted_step, self._threads, self.attention)
 
     @cached_property
     def batch_step(self) -> BatchStep:
@@ -307,6 +312,7 @@ class Runner:
             policy=self.policy(sequence.budget),
             window=self.cache.window,
             chunk=self.chunk,
+            attention=self.attention,
         )
         length = arena.length
         headroom = np.full_like(length, new_tokens)
@@ -344,7 +350,9 @@ class Runner:
         self.tenancy.activate(sequence)
         self.tenancy.make(ArenaSize(0, len(ids) * self.layout.num_kv_heads, 0))
         tokens = torch.tensor(ids, device=self.decoder.device)
-        hidden = prefill.read_all(self.decoder, self.tenancy.arena, sequence, tokens, chunk=self.chunk)
+        hidden = prefill.read_all(
+            self.decoder, self.tenancy.arena, sequence, tokens, chunk=self.chunk, attention=self.attention
+        )
         result: list[float] = []
         rows = max(1, min(self.chunk, 64))
         for start in range(0, len(ids) - 1, rows):

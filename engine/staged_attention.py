@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from ..cache.arena import Staged
-from .attention import SlidingMask, decode_attention, prefill_attention
+from .attention import Attention, SlidingMask
 
 
 def attend_chunk(
+    attention: Attention,
     queries: Tensor,
     staged: Staged,
     start: int,
@@ -29,7 +30,7 @@ def attend_chunk(
         for head, one in enumerate(_per_head(staged)):
             span = slice(head * group, (head + 1) * group)
             own = None if lse is None else lse[span]
-            parts.append(attend_chunk(queries[span], one, start, end, first, scale, sliding, own))
+            parts.append(attend_chunk(attention, queries[span], one, start, end, first, scale, sliding, own))
         return torch.cat(parts)
     held = staged.held[0]
     mask, low = None, 0
@@ -41,20 +42,24 @@ def attend_chunk(
         alike = 1 if unseen or not held else None  # new tokens have the same positions in every head
         mask = SlidingMask(sliding, position, staged.position[:alike, low : held + end])
     keys, values = staged.keys[:, low : held + end], staged.values[:, low : held + end]
-    return prefill_attention(queries, keys, values, scale=scale, past=held + start, sliding=mask, lse=lse)
+    return attention.prefill(queries, keys, values, scale=scale, past=held + start, sliding=mask, lse=lse)
 
 
-def attend_last(queries: Tensor, staged: Staged, total: int, scale: float, sliding: int | None) -> Tensor:
+def attend_last(
+    attention: Attention, queries: Tensor, staged: Staged, total: int, scale: float, sliding: int | None
+) -> Tensor:
     """Attention of the last token `[heads, head_dim]` over all columns."""
     if not staged.agree:
         group = queries.shape[0] // len(staged.held)
         parts = [
-            attend_last(queries[head * group : (head + 1) * group], one, total, scale, sliding)
+            attend_last(attention, queries[head * group : (head + 1) * group], one, total, scale, sliding)
             for head, one in enumerate(_per_head(staged))
         ]
         return torch.cat(parts)
-    hidden = None if sliding is None else staged.position <= total - 1 - sliding
-    return decode_attention(queries, staged.keys, staged.values, scale=scale, hidden=hidden)[0]
+    mask = None
+    if sliding is not None:
+        mask = SlidingMask(sliding, torch.tensor([total - 1], device=queries.device), staged.position)
+    return attention.decode(queries, staged.keys, staged.values, scale=scale, sliding=mask)[0]
 
 
 def _per_head(staged: Staged) -> list[Staged]:

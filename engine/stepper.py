@@ -15,6 +15,7 @@ from ..cache.shared import SharedArena
 from ..errors import BackendError
 from ..models.decoder import Decoder
 from . import decode
+from .attention import Attention, Sdpa
 from .kernels import NO_NUMBA, ON_CPU
 from .sequence import Sequence
 
@@ -35,11 +36,11 @@ class Step(Protocol):
 class EagerStep:
     """`decode.step` of one decoder: plain torch, with nothing to prepare."""
 
-    def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
+    def __init__(self, decoder: Decoder, attention: Attention) -> None:
+        self._decoder, self.attention = decoder, attention
 
     def __call__(self, arena: Arena, sequence: Sequence, token: int, *, window: int) -> Tensor:
-        return decode.step(self._decoder, arena, sequence, token, window=window)
+        return decode.step(self._decoder, arena, sequence, token, window=window, attention=self.attention)
 
     def prepare(self, arena: Arena, sequence: Sequence, *, window: int, on_wait: OnWait | None = None) -> None:
         pass
@@ -54,20 +55,28 @@ def check_step(wanted: str, device: torch.device) -> None:
             raise BackendError(NO_NUMBA)
 
 
-def make_step(decoder: Decoder, kv_dtype: torch.dtype, wanted: str, threads: int) -> Step:
+def make_step(
+    decoder: Decoder, kv_dtype: torch.dtype, wanted: str, threads: int, attention: Attention | None = None
+) -> Step:
     """The step of a name: "compiled", which raises BackendError where it cannot run, "eager" (plain torch), or "auto",
-    which says once why it falls back to torch."""
+    which says once why it falls back to torch. The compiled step has an attention of its own: with another backend than
+    sdpa it is not taken, or refused."""
+    attention = attention or Sdpa()
+    if wanted == "auto" and attention.name != Sdpa.name:
+        wanted = "eager"
     if wanted != "eager":
         from .compiled import CompiledStep
 
         try:
+            if attention.name != Sdpa.name:
+                raise BackendError(f"the compiled step has its own attention: leave {attention.name} out, or step")
             return CompiledStep(decoder, kv_dtype, threads)
         except BackendError as error:
             if wanted == "compiled":
                 raise
             if decoder.device.type == "cpu":
                 log.warning("decoding runs in plain torch, several times slower: %s", error)
-    return EagerStep(decoder)
+    return EagerStep(decoder, attention)
 
 
 class BatchStep(Protocol):
@@ -84,13 +93,13 @@ class BatchStep(Protocol):
 class EagerBatchStep:
     """`decode.batch_step` of one decoder: every matrix meets all tokens together."""
 
-    def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
+    def __init__(self, decoder: Decoder, attention: Attention) -> None:
+        self._decoder, self._attention = decoder, attention
 
     def __call__(
         self, shared: SharedArena, arenas: list[Arena], sequences: list[Sequence], tokens: list[int], *, window: int
     ) -> Tensor:
-        return decode.batch_step(self._decoder, arenas, sequences, tokens, window=window)
+        return decode.batch_step(self._decoder, arenas, sequences, tokens, window=window, attention=self._attention)
 
 
 class OneByOne:
@@ -108,4 +117,4 @@ class OneByOne:
 
 def make_batch_step(decoder: Decoder, step: Step) -> BatchStep:
     """The batch's counterpart of the step that one sequence would have."""
-    return EagerBatchStep(decoder) if isinstance(step, EagerStep) else OneByOne(step)
+    return EagerBatchStep(decoder, step.attention) if isinstance(step, EagerStep) else OneByOne(step)

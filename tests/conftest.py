@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,6 +11,9 @@ from typing import Any, Protocol
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+# Triton looks at it once, when it is imported: kernels then run on a CPU, in an interpreter.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 FAMILY_KEYS: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import triton_decode as kernels
 from .rows import Rows
+from .sdpa import Sdpa
 
 _TILE_BYTES = 16384  # of keys or of values in a block: three stages of both leave room for two programs on an SM
 _PROGRAMS = 512  # pieces of all rows of one sequence together: about four programs for each SM of a large GPU
@@ -167,3 +168,14 @@ def exchange_least_attended(rows: Rows, weights: Tensor, limit: Tensor, *, windo
         BLOCK=min(1024, next_power(max(16, rows.longest))),
         num_warps=4,
     )
+
+
+class RaggedTriton(Sdpa):
+    """Decode steps by the kernels here, prefills by torch's own."""
+
+    name = "triton"
+    ragged = True
+
+    store_newcomers = staticmethod(store_newcomers)
+    attend_rows = staticmethod(attend_rows)
+    exchange_least_attended = staticmethod(exchange_least_attended)

@@ -41,9 +41,7 @@ class Rows:
     def of_sequence(self, index: int) -> Rows:
         """The rows of one sequence of the batch."""
         one = slice(index, index + 1)
-        return replace(
-            self, offset=self.offset[one], length=self.length[one], query_position=self.query_position[one]
-        )
+        return replace(self, offset=self.offset[one], length=self.length[one], query_position=self.query_position[one])
 
     def spans(self, newcomers: int = 1) -> list[tuple[int, int, int, slice]]:
         """Of each row that does something: sequence, KV head, offset, and the slots of its columns. Waits for a GPU."""

@@ -7,9 +7,13 @@ index: the order of keys has no meaning, since they carry their rotation.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from . import rows as plain
 
 
 def prefill_attention(
@@ -70,6 +74,12 @@ def _attend(grouped: Tensor, keys: Tensor, values: Tensor, scale: float, *, caus
             grouped, keys, values, 0.0, causal, scale=scale
         )
         return out, lse
+    if grouped.dtype in (torch.float16, torch.bfloat16) and grouped.shape[-1] % 8 == 0 and grouped.shape[-1] <= 256:
+        # causal parts are square: how the kernel aligns others does not matter
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            grouped, keys, values, 0.0, causal, scale=scale
+        )
+        return out, lse
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         grouped, keys, values, None, True, 0.0, causal, scale=scale
     )
@@ -125,3 +135,35 @@ def decode_attention(
     probabilities = torch.softmax(logits, dim=-1)
     out = torch.matmul(probabilities.to(queries.dtype), values.to(queries.dtype))
     return out.reshape(heads, head_dim), probabilities
+
+
+class Sdpa:
+    """torch's own kernels: any device and dtype."""
+
+    name: ClassVar[str] = "sdpa"
+    ragged: ClassVar[bool] = False
+
+    def prefill(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scale: float,
+        past: int,
+        sliding: SlidingMask | None = None,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        """See `Attention.prefill`."""
+        return prefill_attention(queries, keys, values, scale=scale, past=past, sliding=sliding, lse=lse)
+
+    def decode(
+        self, queries: Tensor, keys: Tensor, values: Tensor, *, scale: float, sliding: SlidingMask | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `Attention.decode`."""
+        hidden = None if sliding is None else ~sliding.visible(1)[:, 0, 0]
+        return decode_attention(queries, keys, values, scale=scale, hidden=hidden)
+
+    store_newcomers = staticmethod(plain.store_newcomers)
+    attend_rows = staticmethod(plain.attend_rows)
+    exchange_least_attended = staticmethod(plain.exchange_least_attended)

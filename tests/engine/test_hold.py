@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cake_infer.engine import decode as steps
+from cake_infer.engine.attention import Sdpa
 from cake_infer.engine.sequence import Sequence
 
 WINDOW = 8
@@ -56,27 +57,23 @@ def test_rows_equal_a_plain_list_model_over_300_steps(
             mean = weights[head].double().mean(0)
             seen[layer, head] = dict(zip(positions[head].tolist(), mean.tolist(), strict=True))
 
-    original, layer_of_call = steps.decode_attention, []
+    class Watched(Sdpa):
+        def decode(self, queries, keys, values, **keywords):
+            out, weights = super().decode(queries, keys, values, **keywords)
+            watch(len(seen) // decoder.config.num_kv_heads, weights, positions_of_next_layer())
+            return out, weights
 
-    def spy(queries, keys, values, **keywords):
-        out, weights = original(queries, keys, values, **keywords)
-        layer = len(layer_of_call)
-        layer_of_call.append(layer)
-        watch(layer, weights, arena.rows(layer, extra=1)[2])
-        return out, weights
+    def positions_of_next_layer():
+        return arena.rows(len(seen) // decoder.config.num_kv_heads, extra=1)[2]
 
     for index, token in enumerate(new):
         position = prompt + index
         for row, mask in masks.items():
             mask[position, :position] = False
             mask[position, list(listed.rows[row])] = True
-        layer_of_call.clear()
-        steps.decode_attention = spy
-        try:
-            with torch.inference_mode():
-                logits.append(steps.step(decoder, arena, sequence, token, window=WINDOW))
-        finally:
-            steps.decode_attention = original
+        seen.clear()
+        with torch.inference_mode():
+            logits.append(steps.step(decoder, arena, sequence, token, window=WINDOW, attention=Watched()))
         listed.step(seen, position)
         rows = kept_positions(runner)
         assert {row: sorted(p) for row, p in rows.items()} == {row: sorted(p) for row, p in listed.rows.items()}

@@ -1,0 +1,107 @@
+"""The flash-attn package as an attention backend (Dao, 2023): fp16 and bf16 on CUDA devices.
+
+It has no masks: a sliding window is by index there. That is the same as by position where nothing was evicted and the
+rows are in the order of the text, and `choose` refuses the rest.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import flash_attn
+from torch import Tensor
+
+from . import rows as plain
+from .rows import Rows
+from .sdpa import SlidingMask
+
+NO_WINDOW = (-1, -1)
+
+
+class FlashAttention:
+    """Keys are read in place, through strided views; the causal mask is aligned to the end of the keys (2.1 or newer)."""
+
+    name: ClassVar[str] = "flash_attn"
+    ragged: ClassVar[bool] = False
+
+    def prefill(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scale: float,
+        past: int,
+        sliding: SlidingMask | None = None,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        """See `Attention.prefill`."""
+        out, total, _ = flash_attn.flash_attn_func(
+            queries.transpose(0, 1)[None],  # [1, q_len, heads, head_dim]
+            keys.transpose(0, 1)[None],
+            values.transpose(0, 1)[None],
+            softmax_scale=scale,
+            causal=True,
+            window_size=_window(sliding),
+            return_attn_probs=True,  # the log-sum-exps with it, [1, heads, q_len]; the probabilities are not made
+        )
+        if lse is not None:
+            lse.copy_(total[0])
+        attended: Tensor = out[0].transpose(0, 1)
+        return attended
+
+    def decode(
+        self, queries: Tensor, keys: Tensor, values: Tensor, *, scale: float, sliding: SlidingMask | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `Attention.decode`; gives no weights."""
+        out: Tensor = flash_attn.flash_attn_with_kvcache(
+            queries[None, None],  # [1, 1, heads, head_dim]
+            keys.transpose(0, 1)[None],
+            values.transpose(0, 1)[None],
+            cache_seqlens=keys.shape[1],
+            softmax_scale=scale,
+            causal=True,
+            window_size=_window(sliding),
+        )
+        return out[0, 0], None
+
+    def store_newcomers(self, rows: Rows, new_keys: Tensor, new_values: Tensor) -> None:
+        """See `rows.store_newcomers`."""
+        plain.store_newcomers(rows, new_keys, new_values)
+
+    def attend_rows(
+        self,
+        queries: Tensor,
+        rows: Rows,
+        *,
+        scale: float,
+        sliding: int | None = None,
+        newcomers: int = 1,
+        weights: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `rows.attend_rows`: row by row, each a sequence of one KV head."""
+        assert not weights, "flash-attn gives no weights"
+        out = queries.new_zeros(queries.shape)
+        group = queries.shape[1] // rows.kv_heads
+        for sequence, head, start, span in rows.spans(newcomers):
+            if span.stop > start:
+                mine = slice(head * group, (head + 1) * group)
+                out[sequence, mine] = flash_attn.flash_attn_with_kvcache(
+                    queries[sequence, mine][None, None],
+                    rows.keys[span][None, :, None],
+                    rows.values[span][None, :, None],
+                    cache_seqlens=span.stop - start,
+                    softmax_scale=scale,
+                    causal=True,
+                    window_size=NO_WINDOW if sliding is None else (sliding - 1, 0),
+                )[0, 0]
+        return out, None
+
+    def exchange_least_attended(self, rows: Rows, weights: Tensor, limit: Tensor, *, window: int) -> None:
+        """See `rows.exchange_least_attended`; never reached, as there are no weights."""
+        plain.exchange_least_attended(rows, weights, limit, window=window)
+
+
+def _window(sliding: SlidingMask | None) -> tuple[int, int]:
+    """The window as flash-attn counts it: how many keys before a query's own and after it are seen, by index."""
+    return NO_WINDOW if sliding is None else (sliding.window - 1, 0)
