@@ -17,7 +17,6 @@ from .attention import Attention, Sdpa, SlidingMask
 from .attention.tables import RowTables
 from .sequence import Sequence
 
-
 SDPA = Sdpa()
 
 

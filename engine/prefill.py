@@ -166,7 +166,7 @@ def _piece(
     work = None
     if ids.device.type == "cpu":
         work = Workspace(decoder.config, min(chunk, tokens), decoder.product_dtype, ids.device)
-    return Piece(ids, tokens, first, cos, sin, chunk, work, needs)
+    return Piece(ids, tokens, first, cos, sin, chunk, work, attention, needs)
 
 
 def _whole_layer(

@@ -19,7 +19,7 @@ NO_WINDOW = (-1, -1)
 
 
 class FlashAttention:
-    """Keys are read in place, through strided views; the causal mask is aligned to the end of the keys (2.1 or newer)."""
+    """Keys are read in place, through strided views; its causal mask is aligned to the end of the keys (since 2.1)."""
 
     name: ClassVar[str] = "flash_attn"
     ragged: ClassVar[bool] = False

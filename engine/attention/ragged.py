@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 
 import torch
-import triton
 from torch import Tensor
+
+import triton
 
 from . import triton_decode as kernels
 from .rows import Rows
@@ -67,8 +68,8 @@ def attend_rows(
 ) -> tuple[Tensor, Tensor | None]:
     """See `rows.attend_rows`. Two launches, three with `weights`; fp32 inside whatever the dtypes are."""
     batch, heads, head_dim = queries.shape
-    assert rows.keys.is_contiguous() and rows.values.is_contiguous(), "the stores are flat"
-    assert rows.offset.is_contiguous() and rows.length.is_contiguous()
+    tables = (rows.keys, rows.values, rows.offset, rows.length)
+    assert all(table.is_contiguous() for table in tables), "stores are flat, and so are tables"
     queries = queries.contiguous()
     group, device = heads // rows.kv_heads, queries.device
     block, most = block_columns(head_dim, rows.keys.dtype), most_pieces(rows.kv_heads)

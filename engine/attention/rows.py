@@ -72,8 +72,7 @@ def attend_rows(
     to each column, the mean over the query heads of a row; what lies behind a row's columns is undefined. With
     `sliding` a column is seen if its position is above the query's less `sliding`.
     """
-    heads, head_dim = queries.shape[1:]
-    group = heads // rows.kv_heads
+    group = queries.shape[1] // rows.kv_heads
     out = torch.zeros_like(queries)
     means = queries.new_zeros(rows.batch, rows.kv_heads, rows.longest, dtype=torch.float32) if weights else None
     for sequence, head, start, span in rows.spans(newcomers):

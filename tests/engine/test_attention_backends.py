@@ -153,7 +153,7 @@ def test_a_package_that_is_not_there_or_an_old_gpu_is_refused(monkeypatch, insta
         choose_attention(name, GPU)
     installed.add(name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
-    with pytest.raises(BackendError, match="compute capability 8.0"):
+    with pytest.raises(BackendError, match=r"compute capability 8\.0"):
         choose_attention(name, GPU)
 
 
