@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
-
 import triton
+from torch import Tensor
 
 from . import triton_decode as kernels
 from .rows import Rows
