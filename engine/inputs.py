@@ -100,7 +100,9 @@ class LayerInputs:
     @property
     def query_mean(self) -> Tensor | None:
         """fp32 `[heads, head_dim]`."""
-        return None if self._sum is None else (self._sum / max(self._queries, 1)).float()
+        if self._sum is None or "query_mean" not in self._needs:
+            return None
+        return (self._sum / max(self._queries, 1)).float()
 
     @property
     def query_covariance(self) -> Tensor | None:

@@ -31,6 +31,11 @@ class Dense:
         self.head_dim: int = self.config["head_dim"]
         self.queries: list[Tensor] = []  # [heads, n, head_dim] of each layer of the last run
         self.keys: list[Tensor] = []  # [kv_heads, n, head_dim]
+        self.plain_queries: list[Tensor] = []  # before rotation
+        self.values: list[Tensor] = []
+        self.normed: list[Tensor] = []  # [n, hidden], what attention reads
+        self.similarity: list[Tensor] = []  # [n], cosine of the hidden states before and after attention
+        self.attention: list[Tensor] = []  # [heads, n, n]
         self.scores: dict[tuple[int, int], dict[int, float]] = {}  # indicator by position, of the last `cake`
 
     def rms_norm(self, x: Tensor, name: str) -> Tensor:
@@ -63,6 +68,7 @@ class Dense:
         w, n = self.weights, len(ids)
         x = w["model.embed_tokens.weight"][torch.tensor(ids)]
         self.queries, self.keys = [], []
+        self.plain_queries, self.values, self.normed, self.similarity, self.attention = [], [], [], [], []
         for layer in range(self.layers):
             p = f"model.layers.{layer}."
             h = self.rms_norm(x, p + "input_layernorm.weight")
@@ -72,17 +78,24 @@ class Dense:
                 return projected.view(n, -1, self.head_dim).transpose(0, 1)
 
             q, k, v = self.rotate(heads("q_proj")), self.rotate(heads("k_proj")), heads("v_proj")
+            self.plain_queries.append(heads("q_proj"))
+            self.values.append(v)
+            self.normed.append(h)
             self.queries.append(q)
             self.keys.append(k)
-            out = []
+            out, weights = [], []
             for head in range(self.heads):
                 kv = head // (self.heads // self.kv_heads)
                 mask = self.causal(n, layer)
                 if visible is not None and (layer, kv) in visible:
                     mask = mask & visible[layer, kv]
                 z = (q[head] @ k[kv].T / math.sqrt(self.head_dim)).masked_fill(~mask, -math.inf)
-                out.append(torch.softmax(z, -1) @ v[kv])
+                weights.append(torch.softmax(z, -1))
+                out.append(weights[-1] @ v[kv])
+            self.attention.append(torch.stack(weights))
+            before = x
             x = x + torch.cat(out, -1) @ w[p + "self_attn.o_proj.weight"].T
+            self.similarity.append(torch.nn.functional.cosine_similarity(before, x, dim=-1))
             h = self.rms_norm(x, p + "post_attention_layernorm.weight")
             gate, up = (h @ w[f"{p}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
             x = x + (torch.nn.functional.silu(gate) * up) @ w[p + "mlp.down_proj.weight"].T
