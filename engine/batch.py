@@ -126,6 +126,8 @@ class Batch:
         with runner.alone():
             if any(member.sequence is sequence for member in self._members):
                 raise CakeError("this sequence is in the batch already")
+            if sequence.total and runner.tenancy.lengths(sequence) is None:
+                raise CakeError("this sequence has no rows to go on from: join(..., keep=True) sets them aside")
             fit = runner.fit(sequence, len(ids), generation.max_new_tokens or 0, limit=self.arena.limit)
             if len(self._members) >= self.most:
                 raise ArenaFull(f"{self.most} sequences are in the batch, as many as may: join when one has left")
@@ -248,9 +250,11 @@ class Batch:
             with self.runner.busy(), torch.inference_mode():
                 if member.reading is None:
                     member.reading = self._begin(member)
-                while pieces is None or done < pieces:
+                last = False  # what is left then is to keep the last layer's rows, and the logits
+                while pieces is None or done < pieces or last:
                     told = next(member.reading)
                     done += 1
+                    last = told[0] == self.runner.decoder.config.num_layers - 1 and told[1] == told[2]
                     if member.on_chunk is not None:
                         member.on_chunk(*told)
         except StopIteration as end:

@@ -138,6 +138,8 @@ class Runner:
         limit: bytes of KV memory that it may take, None for any. Raises PromptError with both numbers if the text is
         empty, too long or would need other frequencies than those it was begun with.
         """
+        if sequence.spoilt:
+            raise CakeError("this sequence is being read, or was broken off: its rows mean nothing")
         first, total = sequence.total, sequence.total + tokens
         new_tokens = room_for_reply(total if tokens else 0, new_tokens, self.context)
         budget = sequence.budget

@@ -13,7 +13,7 @@ from ..cache.arena import Arena
 from ..cache.budget import parse_bytes, size_text
 from ..cache.layout import ArenaLayout, ArenaSize, arena_bytes, arena_size, largest_budget
 from ..cache.shared import SharedArena
-from ..errors import MemoryLimit
+from ..errors import CakeError, MemoryLimit
 from .sequence import Checkpoint, Sequence
 
 log = logging.getLogger(__name__)
@@ -129,6 +129,8 @@ class Tenancy:
         """Bring a sequence's rows into the arena; those of the sequence that was there are set aside."""
         if self.is_active(sequence):
             return
+        if sequence.total and sequence.parked is None:
+            raise CakeError("this sequence has no rows to go on from: it is in a batch, or has left one without them")
         self.set_aside()
         if sequence.parked is not None:
             self.make(ArenaSize(0, 0, int(sequence.parked.capacity.sum())))

@@ -38,8 +38,8 @@ def generation(**options):
     return resolve_generation(GenerationConfig(**{"max_new_tokens": 6, "seed": 0, **options}), {})
 
 
-def alone(runner, ids, options, stop_ids=frozenset()):
-    return list(runner.generate(Sequence(), list(ids), options, stop_ids=stop_ids))
+def alone(runner, ids, options, stop_ids=frozenset(), sequence=None):
+    return list(runner.generate(sequence or Sequence(), list(ids), options, stop_ids=stop_ids))
 
 
 class Requests:
@@ -187,6 +187,7 @@ def test_a_prefill_pauses_after_each_chunk_and_the_others_go_on_meanwhile(
             requests.take(batch.step())
             steps += 1
             assert len(told) - count <= 3, "more than a chunk of tokens in all layers at once"
+            assert len(told) < 24 or requests.tokens[1], "the last piece does not need a step of its own"
         assert told == [(layer, end, 64) for layer in range(3) for end in range(8, 65, 8)]
         assert len(requests.tokens[0]) - before == steps >= 8
         requests.run()
@@ -410,3 +411,21 @@ def test_no_new_tokens_finish_without_a_token(tmp_path, write_checkpoint, make_r
         assert outcome.finished
         assert len(batch) == 0
     assert (timing.prompt_tokens, timing.total, timing.decode_steps) == (9, 9, 0)
+
+
+def test_a_sequence_whose_rows_are_elsewhere_or_gone_is_not_gone_on_with(
+    tmp_path, write_checkpoint, make_runner, random_ids
+):
+    runner, option = make_runner(write_checkpoint(tmp_path / "model")), generation(max_new_tokens=3)
+    sequence = Sequence()
+    with Batch(runner) as batch, Batch(runner) as other:
+        batch.join(sequence, random_ids(9), option)
+        batch.step()
+        with pytest.raises(CakeError, match="no rows to go on from"):
+            alone(runner, random_ids(3), option, sequence=sequence)
+        with pytest.raises(CakeError, match="no rows to go on from"):
+            other.join(sequence, random_ids(3), option)
+        while len(batch):
+            batch.step()
+        with pytest.raises(CakeError, match="keep=True"):
+            batch.join(sequence, random_ids(3), option)
