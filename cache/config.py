@@ -87,6 +87,12 @@ class CacheConfig:
         """The parts that the names mean; None for the full cache."""
         return None if self.policy == "full" else self._choose()
 
+    @property
+    def late(self) -> bool:
+        """Whether nothing is evicted before all layers are read, so that a prefill holds the whole cache."""
+        choice = self.choice
+        return choice is not None and choice.allocation.late
+
     def _choose(self) -> Choice:
         options = parse_given(self.policy_options)
         fields = {

@@ -13,7 +13,10 @@ INPUTS = {
         Input("output_projection", "the matrix that brings the heads' results together", "none: the layer's own"),
         Input("column_sums", "attention that each token got from all queries", "one more Q K^T, in tiles", True),
         Input("column_squares", "the squares of that attention, summed", "one more Q K^T, in tiles", True),
-        Input("query_moments", "mean and covariance of all queries before rotation", "n D^2 per query head", True),
+        Input(
+            "query_mean", "mean of all queries before rotation, but for the first 4 tokens'", "n D per query head", True
+        ),
+        Input("query_covariance", "their covariance", "n D^2 products per query head", True),
         Input("rotation", "cosines and sines of any position", "none"),
         Input("hidden_states", "the normed input of attention of every new token", "n x hidden numbers more", True),
         Input("hidden_similarity", "mean cosine of the hidden states around attention", "two norms a token", True),

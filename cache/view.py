@@ -25,10 +25,10 @@ class LayerView:
     values: `[kv_heads, n, head_dim]`. carried: fp32 `[kv_heads, n]`, what `Indicator.carry` left with the held rows, 0
     for new ones. output_projection: `[hidden, heads * head_dim]`, any float dtype. column_sums: fp32 `[heads, n]`, the
     attention of all new queries to a column. column_squares: fp32 `[kv_heads, n]`, the squares of that attention, its
-    mean over the query heads taken before, summed. query_mean fp32 `[heads, head_dim]` and query_covariance
-    `[heads, head_dim, head_dim]`: of the new tokens' queries before rotation. rotation: cosines and sines
-    `[m, head_dim / 2]` of positions `[m]`. hidden_states: `[new, hidden]`, normed. hidden_similarity: mean cosine of
-    the hidden states before and after attention. token_ids: int64 `[total]`. separators: ids that end a clause.
+    mean over the query heads taken before, summed. query_mean fp32 `[heads, head_dim]` and query_covariance `[heads,
+    head_dim, head_dim]`: of the new tokens' queries before rotation, without the text's first 4. rotation: cosines and
+    sines `[m, head_dim / 2]` of positions `[m]`. hidden_states: `[new, hidden]`, normed. hidden_similarity: mean cosine
+    of the hidden states before and after attention. token_ids: int64 `[total]`. separators: ids that end a clause.
     memo: what indicator and allocation of one policy share.
     """
 

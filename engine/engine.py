@@ -19,6 +19,7 @@ from ..models.config import ModelConfig, read_config, with_rope_scaling
 from ..models.decoder import Decoder
 from ..models.hub import resolve_model
 from ..models.packed import as_quantised, load_quantised
+from ..models.separators import separator_ids
 from ..models.tokenizer import Tokenizer
 from ..models.weights import load_decoder, random_decoder
 from .attention import choose_attention
@@ -168,6 +169,7 @@ class Engine:
             step=step,
             threads=threads or torch.get_num_threads(),
             attention=attention,
+            separators=None if tokenizer is None else partial(separator_ids, tokenizer),
         )
         if step == "compiled":
             _ = engine._runner.step  # what it cannot run is refused now, not after a long prompt has been read

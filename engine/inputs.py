@@ -16,6 +16,7 @@ from .attention import log_sum_exp
 ALL_QUERIES = frozenset(name for name, one in INPUTS.items() if one.all_queries)
 COLUMNS = frozenset({"column_sums", "column_squares"})
 _TILE_FLOATS = 1 << 18  # of one tile of attention, all query heads of a KV head
+_SINKS = 4  # the first tokens of a text, whose queries are like no other's: not in the moments
 
 
 class LayerInputs:
@@ -34,8 +35,9 @@ class LayerInputs:
         self.column_squares = torch.zeros(kv_heads, columns, device=device) if "column_squares" in needs else None
         self.hidden_states: Tensor | None = None
         self._sum = self._products = None
-        if "query_moments" in needs:
+        if needs & {"query_mean", "query_covariance"}:
             self._sum = torch.zeros(heads, head_dim, dtype=torch.float64, device=device)
+        if "query_covariance" in needs:
             self._products = torch.zeros(heads, head_dim, head_dim, dtype=torch.float64, device=device)
         self._similarity = torch.zeros((), dtype=torch.float64, device=device)
         self._queries = 0
@@ -65,11 +67,13 @@ class LayerInputs:
     def queries(self, queries: Tensor, cos: Tensor, sin: Tensor, start: int, lse: Tensor | None) -> None:
         """Take a chunk's rotated queries `[heads, chunk, head_dim]`, the angles they were turned by, and the
         log-sum-exp `[heads, chunk]` of their attention, where the layer's attention gave one."""
-        self._queries += queries.shape[1]
-        if self._sum is not None and self._products is not None:
-            plain = unrotated(queries, cos, sin).double()
-            self._sum += plain.sum(1)
-            self._products += plain.transpose(1, 2) @ plain
+        skip = min(max(0, _SINKS - self._first - start), queries.shape[1])
+        self._queries += queries.shape[1] - skip
+        if self._sum is not None:
+            plain = unrotated(queries[:, skip:], cos[skip:], sin[skip:])
+            self._sum += plain.sum(1, dtype=torch.float64)
+            if self._products is not None:
+                self._products += plain.transpose(1, 2) @ plain
         if self.wants_log_sum_exp:
             for head in range(self._staged.keys.shape[0]):
                 self._columns(head, queries, start, lse)

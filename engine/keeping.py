@@ -15,7 +15,7 @@ from ..cache.view import LayerView
 def keep_best(arena: Arena, staged: Staged, view: LayerView, scored: LayerScore, cascade: Cascade) -> None:
     """Deal the budget again over the layers read so far, shrink the earlier ones, and keep the best of this one."""
     floor = min(view.window, view.total)
-    chosen = Chosen(scored.indicator, staged, view.total - view.window, floor)
+    chosen = Chosen(scored, staged, view.total - view.window, floor)
     caps = tuple(max(min(length, view.sliding_window or length) - floor, 0) for length in staged.lengths)
     *earlier, lengths = cascade.add(LayerClaim(floor, caps, scored.preference, scored.curve, chosen.rank))
     for before, shares in enumerate(earlier):
@@ -27,8 +27,9 @@ def keep_best(arena: Arena, staged: Staged, view: LayerView, scored: LayerScore,
 class Chosen:
     """The order in which a staged layer's columns are kept, made once, for as many as are asked for first."""
 
-    def __init__(self, indicator: Tensor, staged: Staged, window_start: int, floor: int) -> None:
-        self.indicator, self.staged, self.window_start, self.floor = indicator, staged, window_start, floor
+    def __init__(self, scored: LayerScore, staged: Staged, window_start: int, floor: int) -> None:
+        self.indicator, self.worth = scored.indicator, scored.worth
+        self.staged, self.window_start, self.floor = staged, window_start, floor
         self._order: Tensor | None = None
 
     def order(self, lengths: list[int]) -> Tensor:
@@ -41,6 +42,13 @@ class Chosen:
     def rank(self, limit: int) -> list[np.ndarray]:
         """Per head the scores of its best columns before the window, at most `limit`, best first."""
         lengths = [min(length, self.floor + limit) for length in self.staged.lengths]
+        if self.worth is not None:  # by which heads are compared, where the indicator is an order only
+            before = self.staged.position < self.window_start
+            rows = [
+                row[:end][keep[:end]] for row, keep, end in zip(self.worth, before, self.staged.lengths, strict=True)
+            ]
+            best = [row.sort(descending=True).values.cpu().numpy() for row in rows]
+            return [row[: length - self.floor] for row, length in zip(best, lengths, strict=True)]
         order = self.order(lengths)[:, self.floor :].clamp_min(0)
         ranked = self.indicator.gather(1, order).cpu().numpy()
         return [row[: length - self.floor] for row, length in zip(ranked, lengths, strict=True)]

@@ -12,8 +12,6 @@ import torch
 from ..cache.budget import DEFAULT_BUDGET, Budget, parse_bytes, size_text
 from ..cache.config import CacheConfig
 from ..cache.layout import ArenaLayout, ArenaSize, arena_size, budget_within, shared_size
-from ..cache.policies import PolicyModel, make_policy
-from ..cache.policies.base import Policy
 from ..cache.store import BOUNCE_BYTES
 from ..errors import MemoryLimit, OptionError, WeightsError
 from ..models.config import ModelConfig, read_config
@@ -104,7 +102,7 @@ def plan_run(
         tokens=prompt_tokens,
         new_tokens=new_tokens,
         hold=hold,
-        late=policy_of(config, cache).late,
+        late=cache.late,
     )
     limit = None if cache.kv_memory is None else parse_bytes(cache.kv_memory)
     together, arena = together_within(layout, [size] * batch, limit)
@@ -179,8 +177,7 @@ def first_budget(
     `kv_memory` alone gives the largest budget that fits it, and limits one that is given. With `context` the prompt
     begins a conversation of up to that many tokens, each turn of which is read beside what it holds.
     """
-    policy = policy_of(config, cache)
-    if not policy.evicts:
+    if cache.choice is None:
         if cache.decode_policy == "hold":
             raise OptionError(
                 f"the policy {cache.policy!r} keeps everything, so there is no size to hold: "
@@ -196,19 +193,12 @@ def first_budget(
         tokens=prompt_tokens,
         new_tokens=new_tokens,
         hold=cache.decode_policy == "hold",
-        late=policy.late,
+        late=cache.late,
         window=cache.window,
         context=context,
     )
     given = asked != Budget(count=DEFAULT_BUDGET)
     return min(asked.tokens(prompt_tokens, cache.window), within) if given else within
-
-
-def policy_of(config: ModelConfig, cache: CacheConfig) -> Policy:
-    """The policy as far as it does not depend on the budget: whether and when it evicts."""
-    return make_policy(
-        cache, PolicyModel(config.model_type, config.num_layers, config.hidden_size, config.vocab_size), 0
-    )
 
 
 def layer_elements(config: ModelConfig) -> int:

@@ -96,6 +96,7 @@ def reading(
         view = _view(decoder, sequence, staged, index, piece, window, inputs, separators)
         keep_best(arena, staged, view, policy.score(view), cascade)
     sequence.ids.extend(ids.tolist())
+    sequence.read = sequence.total
     return hidden[-1:]
 
 
@@ -299,7 +300,8 @@ def _view(
         lengths=None if staged.agree else staged.lengths,
         first=piece.first,
         values=staged.values if "values" in needs else None,
-        carried=staged.score if "carried" in needs else None,
+        # a reply's tokens were written without a score, and may lie where another token's score still is
+        carried=staged.score.masked_fill(staged.position >= sequence.read, 0.0) if "carried" in needs else None,
         output_projection=decoder.for_products(index).o_proj if "output_projection" in needs else None,
         column_sums=inputs.column_sums,
         column_squares=inputs.column_squares,

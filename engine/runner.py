@@ -20,7 +20,7 @@ from ..cache.config import CacheConfig
 from ..cache.layout import ArenaLayout, ArenaSize
 from ..cache.policies import make_policy
 from ..cache.policies.base import Policy, PolicyModel
-from ..errors import CakeError, PromptError
+from ..errors import CakeError, OptionError, PromptError
 from ..models.decoder import Decoder
 from ..models.rope import Rotary
 from . import precision, prefill
@@ -79,6 +79,7 @@ class Runner:
         step: str = "auto",
         threads: int = 1,
         attention: str = "auto",
+        separators: Callable[[], frozenset[int]] | None = None,
     ) -> None:
         config = decoder.config
         self.decoder, self.cache, self.context, self.chunk, self.valid_ids = decoder, cache, context, chunk, valid_ids
@@ -95,8 +96,9 @@ class Runner:
         # what torch is set to for a prefill; a thread that looks while another one samples would see 1
         self._cpu_threads = torch.get_num_threads() if decoder.device.type == "cpu" else None
         self.model = PolicyModel(config.model_type, config.num_layers, config.hidden_size, config.vocab_size)
-        late = self.policy(None).late
-        self.tenancy = Tenancy(self.layout, decoder.device, hold=self.hold, late=late, kv_memory=cache.kv_memory)
+        self._policies: dict[int | None, Policy] = {}
+        self._find_separators = separators
+        self.tenancy = Tenancy(self.layout, decoder.device, hold=self.hold, late=cache.late, kv_memory=cache.kv_memory)
         dtypes = {decoder.compute_dtype, self.layout.kv_dtype, self.layout.staging_dtype}
         self.attention = choose_attention(attention, Setting.of(config, cache, decoder.device, dtypes))
         self._lock = threading.RLock()  # steps of concurrent callers queue, each on its own sequence
@@ -105,7 +107,19 @@ class Runner:
     # -- sequences ----------------------------------------------------------------------------------------------------
 
     def policy(self, budget: int | None) -> Policy:
-        return make_policy(self.cache, self.model, budget or 0)
+        """The policy for a budget in tokens, made once: one may read a file."""
+        if budget not in self._policies:
+            self._policies[budget] = make_policy(self.cache, self.model, budget or 0)
+        return self._policies[budget]
+
+    @cached_property
+    def separators(self) -> frozenset[int]:
+        """Ids of tokens that end a clause or a line; asked for by few policies. Raises OptionError without a text."""
+        if self._find_separators is None:
+            raise OptionError(
+                "this policy reads punctuation, and the model came without a tokenizer: choose another one"
+            )
+        return self._find_separators()
 
     @property
     def hold(self) -> bool:
@@ -306,15 +320,17 @@ class Runner:
 
         Returns the next token's logits fp32 `[vocab]`. Goes on under `torch.inference_mode` only.
         """
+        policy = self.policy(sequence.budget)
         hidden = yield from prefill.reading(
             self.decoder,
             arena,
             sequence,
             torch.tensor(ids, device=self.decoder.device),
-            policy=self.policy(sequence.budget),
+            policy=policy,
             window=self.cache.window,
             chunk=self.chunk,
             attention=self.attention,
+            separators=self.separators if "separators" in policy.needs else None,
         )
         length = arena.length
         headroom = np.full_like(length, new_tokens)

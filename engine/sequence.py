@@ -58,6 +58,7 @@ class Checkpoint:
     limit: np.ndarray | None
     rotary: Rotary | None
     budget: int | None
+    read: int = 0
 
 
 @dataclass
@@ -75,6 +76,7 @@ class Sequence:
     rotary: Rotary | None = None
     limit: np.ndarray | None = None
     parked: SavedRows | None = None
+    read: int = 0  # tokens whose rows have what the policy left with them: those of the last prefill and before
     spoilt: bool = False  # a piece or a step was broken off in the middle: the rows mean nothing any more
 
     @property

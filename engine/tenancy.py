@@ -150,6 +150,7 @@ class Tenancy:
             limit=None if sequence.limit is None else sequence.limit.copy(),
             rotary=sequence.rotary,
             budget=sequence.budget,
+            read=sequence.read,
         )
 
     def restore(self, sequence: Sequence, saved: Checkpoint) -> None:
@@ -164,4 +165,5 @@ class Tenancy:
         elif sequence.ring is not None:
             sequence.ring.restore(saved.ring)
         sequence.limit, sequence.rotary, sequence.budget = saved.limit, saved.rotary, saved.budget
+        sequence.read = saved.read
         sequence.spoilt = False

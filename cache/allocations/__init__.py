@@ -78,7 +78,8 @@ ALLOCATIONS = {
             ("hidden_similarity",),
             "two norms a token, and the memory of a prefill without eviction",
             "SqueezeAttention, Wang et al., ICLR 2025, arXiv 2404.04793",
-            (Option("share", 0.35, "of an equal budget, for the layers that change least", above=0, most=1),),
+            (Option("idle", 0.35, "of an equal budget, for the layers that change least", above=0, most=1),),
+            late=True,
         ),
         Method(
             "composite",
@@ -105,7 +106,7 @@ ALLOCATIONS = {
             "nothing",
             "LKV, arXiv 2605.06676; HeadKV, Fu et al., ICLR 2025, arXiv 2410.19258; UNComp, arXiv 2410.03090",
             (
-                Option("file", None, "JSON or safetensors with a value per layer or per head", str),
+                Option("table", None, "a JSON or safetensors file with a value per layer or per head", str),
                 Option("kind", "weights", "what the values are", str, choices=("weights", "lkv", "headkv", "uncomp")),
                 Option("beta", 1.2, "headkv: 1/beta of the budget is shared by importance", least=1),
             ),

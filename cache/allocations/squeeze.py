@@ -1,8 +1,8 @@
 """SqueezeAttention's allocation (Wang et al., ICLR 2025, arXiv 2404.04793): layers that change little get little.
 
 A layer's figure is the mean cosine of its tokens' hidden states before and after attention. The figures of all layers
-are put into three clusters; the layers of the highest one, whose attention changes least, get `share` of an equal
-budget, and the others what that leaves, in equal parts. Default: share 0.35, in the paper's range of 0.3 to 0.4.
+are put into three clusters; the layers of the highest one, whose attention changes least, get `idle` of an equal
+budget, and the others what that leaves, in equal parts. Default: idle 0.35, in the paper's range of 0.3 to 0.4.
 
 Late: no layer is evicted from before the last one has been read, so a prefill holds the whole cache, `L` layers of `S`
 tokens. The authors cluster by k-means from random starts; here the best of all ways to cut the sorted figures in three
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class SqueezeAllocation:
     """Two shares: one for the layers that hardly change the hidden states, one for all others."""
 
-    share: float = 0.35
+    idle: float = 0.35
 
     needs: ClassVar[frozenset[str]] = frozenset({"hidden_similarity"})
 
@@ -38,11 +38,11 @@ class SqueezeAllocation:
     def settle(self, figures: Sequence[float]) -> list[float]:
         """Shares of an equal budget, from the figures of all layers; they add up to the number of layers."""
         highest = highest_of_three(figures)
-        idle = sum(highest)
-        if idle in (0, len(figures)):
+        count = sum(highest)
+        if count in (0, len(figures)):
             return [1.0] * len(figures)
-        others = (len(figures) - idle * self.share) / (len(figures) - idle)
-        return [self.share if is_idle else others for is_idle in highest]
+        others = (len(figures) - count * self.idle) / (len(figures) - count)
+        return [self.idle if is_idle else others for is_idle in highest]
 
 
 def highest_of_three(figures: Sequence[float]) -> list[bool]:

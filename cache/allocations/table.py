@@ -1,6 +1,6 @@
 """A static allocation from a file: budgets that somebody has learnt or measured for a model, per layer or per KV head.
 
-file: JSON or safetensors with one value per layer, per layer and KV head, or per layer and query head (the heads that
+table: JSON or safetensors with one value per layer, per layer and KV head, or per layer and query head (the heads that
 share a KV head are averaged); HeadKV's own form, a JSON object "layer-head": score or list of scores, is read too.
 kind, what the values are:
 - weights: shares as they are.
@@ -34,7 +34,7 @@ Rows = tuple[tuple[float, ...], ...]
 class TableAllocation:
     """Shares that are known before anything is read."""
 
-    file: str | None = None
+    table: str | None = None
     kind: str = "weights"
     beta: float = 1.2
     values: Rows = ()
@@ -43,27 +43,27 @@ class TableAllocation:
     rows: ClassVar[bool] = True
 
     @classmethod
-    def create(cls, model: PolicyModel, budget: int, *, file: str | None, kind: str, beta: float) -> TableAllocation:
+    def create(cls, model: PolicyModel, budget: int, *, table: str | None, kind: str, beta: float) -> TableAllocation:
         """Raises OptionError for a file that is missing, cannot be read, or is not of this model."""
-        if file is None:
-            raise OptionError("the allocation table needs a file: give --policy-option file=PATH")
-        values = read_table(Path(file).expanduser())
+        if table is None:
+            raise OptionError("the allocation table needs the option table: the path of a JSON or safetensors file")
+        values = read_table(Path(table).expanduser())
         if len(values) != model.num_layers:
-            raise OptionError(f"the table {file} has {len(values)} layers and the model {model.num_layers}")
+            raise OptionError(f"the table {table} has {len(values)} layers and the model {model.num_layers}")
         if kind in ("weights", "headkv") and min(min(row) for row in values) < 0:
-            raise OptionError(f"the table {file} has negative values, which {kind} cannot be")
-        return cls(file, kind, beta, values)
+            raise OptionError(f"the table {table} has negative values, which {kind} cannot be")
+        return cls(table, kind, beta, values)
 
     def preference(self, view: LayerView, indicator: Tensor) -> tuple[float, ...]:
         """The share of each KV head, on the scale of an equal budget or of the table's own."""
         kv_heads = view.keys.shape[0]
-        table = [_per_kv_head(row, kv_heads, self.file) for row in self.values]
-        row = table[view.layer]
+        rows = [_per_kv_head(row, kv_heads, self.table) for row in self.values]
+        row = rows[view.layer]
         if self.kind == "lkv":
-            top = max(max(one) for one in table)
+            top = max(max(one) for one in rows)
             return tuple(math.exp(logit - top) for logit in row)
         if self.kind == "headkv":
-            count, total = len(table) * kv_heads, sum(map(sum, table))
+            count, total = len(rows) * kv_heads, sum(map(sum, rows))
             pooled = [value * count / total if total > 0 else 1.0 for value in row]
             return tuple(1 - 1 / self.beta + share / self.beta for share in pooled)
         if self.kind == "uncomp":
@@ -76,7 +76,7 @@ class TableAllocation:
         return row
 
     def describe(self) -> str:
-        return f"table {Path(self.file or '').name} {self.kind}"
+        return f"table {Path(self.table or '').name} {self.kind}"
 
 
 def read_table(path: Path) -> Rows:

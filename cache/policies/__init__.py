@@ -41,6 +41,12 @@ NAMED = {
     "vl-cache": Named("snapkv", "vl-cache", paper="VL-Cache, Tu et al., ICLR 2025, arXiv 2410.23317"),
     "xkv": Named("snapkv", "xkv", paper="in the spirit of XKV, Li et al., arXiv 2412.05896"),
     "squeeze": Named("streaming-llm", "squeeze", paper="SqueezeAttention, Wang et al., ICLR 2025, arXiv 2404.04793"),
+    "critical-cake": Named(
+        "criticalkv",
+        "cake",
+        options={"base": "cake"},
+        paper="CAKE's allocation and scores in CriticalKV's two stages; no paper's own",
+    ),
 }
 POLICIES = (*NAMED, *(name for name in INDICATORS if name not in NAMED), "full")
 
@@ -54,11 +60,19 @@ class Choice:
     indicator: Method
     allocation: Method
     heads: Method
-    options: Mapping[str, Mapping[str, Value]]  # by part: "indicator", "allocation", "heads"
+    base: Method | None  # of an indicator that wraps another one
+    options: Mapping[str, Mapping[str, Value]]  # by part: "indicator", "allocation", "heads", "base"
 
     @property
     def parts(self) -> dict[str, Method]:
-        return {"indicator": self.indicator, "allocation": self.allocation, "heads": self.heads}
+        """By part; a base only where there is one."""
+        own = {"indicator": self.indicator, "allocation": self.allocation, "heads": self.heads}
+        return own if self.base is None else {**own, "base": self.base}
+
+    @property
+    def inputs(self) -> frozenset[str]:
+        """Everything that a part reads beyond keys and positions."""
+        return frozenset(name for method in self.parts.values() for name in method.inputs)
 
 
 def choose(
@@ -76,6 +90,7 @@ def choose(
     sharing = _find("allocation", allocation or named.allocation, ALLOCATIONS)
     kept = named.heads != "equal" and named.heads in sharing.heads  # else what the allocation usually goes with
     over_heads = heads or (named.heads if kept else sharing.heads[0])
+    given = dict(options or {})
     parts = {
         "indicator": _find("indicator", indicator or named.indicator, INDICATORS),
         "allocation": sharing,
@@ -84,22 +99,37 @@ def choose(
     if over_heads not in sharing.heads:
         goes = " or ".join(sharing.heads)
         raise OptionError(f"the allocation {sharing.name} goes with the heads {goes}, not with {over_heads}")
-    names = {part: method.name for part, method in parts.items()}
     own = {"indicator": named.indicator, "allocation": named.allocation, "heads": named.heads}
-    changed = [f"{part} {name}" for part, name in names.items() if name != own[part]]
+    changed = [f"{part} {method.name}" for part, method in parts.items() if method.name != own[part]]
+    wraps = parts["indicator"].option("base")
+    if wraps is not None:
+        usual = (
+            named.options.get("base", wraps.default) if parts["indicator"].name == named.indicator else wraps.default
+        )
+        base = wraps.read(given.pop("base", usual))
+        parts["base"] = INDICATORS[str(base)]
+        changed += [f"base {base}"] if base != named.options.get("base", wraps.default) else []
     found: dict[str, dict[str, Value]] = {}
     for part, method in parts.items():
-        found[part] = {option.name: option.default for option in method.options}
+        found[part] = {option.name: option.default for option in method.options if option is not wraps}
         found[part].update({name: value for name, value in named.options.items() if name in found[part]})
-    for name, value in (options or {}).items():
-        having = [part for part, method in parts.items() if method.option(name) is not None]
+    for name, value in given.items():
+        having = [part for part in parts if name in found[part]]
         if not having:
             raise OptionError(f"no part of the policy {policy} has the option {name!r}: {_existing(parts)}")
         for part in having:
             option = parts[part].option(name)
             assert option is not None
             found[part][name] = option.read(value)
-    return Choice(policy, ", ".join([policy, *changed]), **parts, options=found)
+    return Choice(
+        policy,
+        ", ".join([policy, *changed]),
+        parts["indicator"],
+        parts["allocation"],
+        parts["heads"],
+        parts.get("base"),
+        found,
+    )
 
 
 def _find(what: str, name: str, methods: Mapping[str, Method]) -> Method:
@@ -127,9 +157,16 @@ def make_policy(config: CacheConfig, model: PolicyModel, budget: int) -> Policy:
         return FullPolicy()
     from .composed import ComposedPolicy
 
-    made: dict[str, Any] = {}
-    for part, method in choice.parts.items():
-        cls = method.load()
-        create, options = getattr(cls, "create", None), choice.options[part]
-        made[part] = cls(**options) if create is None else create(model, budget, **options)
+    options: dict[str, dict[str, Any]] = {part: dict(values) for part, values in choice.options.items()}
+    if choice.base is not None:
+        options["indicator"]["base"] = _make(choice.base, options["base"], model, budget)
+    made = {
+        part: _make(method, options[part], model, budget) for part, method in choice.parts.items() if part != "base"
+    }
     return ComposedPolicy(choice.policy, choice.title, **made)
+
+
+def _make(method: Method, options: Mapping[str, Any], model: PolicyModel, budget: int) -> Any:
+    cls = method.load()
+    create = getattr(cls, "create", None)
+    return cls(**options) if create is None else create(model, budget, **options)

@@ -29,21 +29,24 @@ class LayerScore:
     """A layer's verdict: `indicator` fp32 `[kv_heads, n]` (higher stays) and `preference`, finite and at least 0.
 
     carried: fp32 `[kv_heads, n]` to be kept with each row and given back when it is scored again; None keeps the
-    indicator. preference: one number for each KV head where rows are dealt to on their own. curve: instead of it, the
-    falling priorities of the layer's next so many seats.
+    indicator. preference: one number for each KV head where rows are dealt to on their own. worth: fp32
+    `[kv_heads, n]`, by which heads and layers are compared; None compares the indicator. curve: instead of a
+    preference, the falling priorities of the layer's next so many seats.
     """
 
     indicator: Tensor
     preference: float | tuple[float, ...]
     carried: Tensor | None = None
+    worth: Tensor | None = None
     curve: Callable[[int], np.ndarray] | None = None
 
 
 class Indicator(Protocol):
     """Scores the tokens of one layer. Stateless between layers; what a row must remember is `carry`.
 
-    A class may also have `describe(self) -> str`, its constants for the statistics line, and
-    `carry(self, view, indicator) -> Tensor`, fp32 `[kv_heads, n]`, what to keep with each row (default: the indicator).
+    A class may also have `describe(self) -> str`, its constants for the statistics line;
+    `carry(self, view, indicator) -> Tensor`, fp32 `[kv_heads, n]`, what to keep with each row (default: the indicator);
+    `worth(self, view, indicator) -> Tensor`, what heads and layers are compared by (default: the indicator).
     """
 
     @property

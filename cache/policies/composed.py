@@ -62,10 +62,14 @@ class ComposedPolicy:
                 f"the scores of layer {view.layer} are not numbers: the weights are damaged or overflow their dtype; "
                 "try float32 for the option dtype"
             )
-        carry = getattr(self.indicator, "carry", None)
-        carried = None if carry is None else carry(view, indicator)
-        by_seat = None if curve is None else partial(curve, view, indicator)
-        return LayerScore(indicator, preference, carried, by_seat)
+        carry, worth = getattr(self.indicator, "carry", None), getattr(self.indicator, "worth", None)
+        return LayerScore(
+            indicator,
+            preference,
+            None if carry is None else carry(view, indicator),
+            None if worth is None else worth(view, indicator),
+            None if curve is None else partial(curve, view, indicator),
+        )
 
     def describe(self) -> str:
         parts = [part.describe() for part in (self.allocation, self.indicator, self.heads) if hasattr(part, "describe")]

@@ -143,7 +143,7 @@ def test_lava_weighs_by_the_entropy_of_all_heads_scores_together() -> None:
 
 
 def test_squeeze_gives_the_layers_that_change_least_a_part_and_the_rest_to_the_others() -> None:
-    squeeze = allocation("squeeze", share=0.25)
+    squeeze = allocation("squeeze", idle=0.25)
     view = make_view()
     cosines = [0.2, 0.97, 0.55, 0.96, 0.95, 0.6, 0.25]
     figures = [squeeze.preference(replace(view, hidden_similarity=cosine), None) for cosine in cosines]
@@ -224,7 +224,7 @@ def test_composite_ranks_are_means_of_the_heads_sorted_scores() -> None:
 def table(tmp_path: Path, content: Any, name: str = "table.json", **options: Any) -> list[tuple[float, ...]]:
     path = tmp_path / name
     path.write_text(json.dumps(content))
-    made = allocation("table", file=str(path), **options)
+    made = allocation("table", table=str(path), **options)
     return [made.preference(make_view(layer), None) for layer in range(LAYERS)]
 
 
@@ -245,7 +245,7 @@ def test_a_table_may_be_a_safetensors_file(tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
     save_file({"budgets": np.array(VALUES, np.float32)}, tmp_path / "t.safetensors")
-    made = allocation("table", file=str(tmp_path / "t.safetensors"))
+    made = allocation("table", table=str(tmp_path / "t.safetensors"))
     assert [made.preference(make_view(layer), None) for layer in range(LAYERS)] == [tuple(row) for row in VALUES]
 
 
@@ -283,16 +283,16 @@ def test_a_table_that_is_not_of_this_model_is_refused(tmp_path: Path, content: A
 
 
 def test_a_table_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="needs a file"):
+    with pytest.raises(OptionError, match="needs the option table"):
         allocation("table")
     with pytest.raises(OptionError, match="cannot read the table"):
-        allocation("table", file=str(tmp_path / "none.json"))
+        allocation("table", table=str(tmp_path / "none.json"))
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(OptionError, match="neither JSON nor safetensors"):
-        allocation("table", file=str(tmp_path / "bad.json"))
+        allocation("table", table=str(tmp_path / "bad.json"))
     (tmp_path / "bad.safetensors").write_bytes(b"abc")
     with pytest.raises(OptionError, match="cannot read the table"):
-        allocation("table", file=str(tmp_path / "bad.safetensors"))
+        allocation("table", table=str(tmp_path / "bad.safetensors"))
 
 
 # -- all of them ------------------------------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ def test_allocations_keep_equal_bytes_and_differ_from_each_other(tmp_path: Path)
     found = {}
     for name, method in ALLOCATIONS.items():
         for heads in method.heads:
-            options = {"file": str(tmp_path / "t.json")} if name == "table" else {}
+            options = {"table": str(tmp_path / "t.json")} if name == "table" else {}
             found[name, heads] = shares(name, heads, **options)
             assert sum(map(sum, found[name, heads])) == 30 * LAYERS * KV, (name, heads)
             assert all(n >= WINDOW for row in found[name, heads] for n in row)
@@ -346,4 +346,5 @@ def test_heads_that_an_allocation_does_not_go_with_are_refused_and_its_own_are_t
     choice = CacheConfig(policy="snapkv", allocation="global").choice
     assert choice is not None
     assert choice.heads.name == "own"
-    assert [name for name, method in ALLOCATIONS.items() if hasattr(method.load(), "settle")] == ["squeeze"]
+    assert [name for name, method in ALLOCATIONS.items() if method.late] == ["squeeze"]
+    assert all(hasattr(method.load(), "settle") == method.late for method in ALLOCATIONS.values())

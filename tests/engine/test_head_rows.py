@@ -34,7 +34,7 @@ def runner_with(tmp_path, folder, make_runner):
         if name == "table":
             values = np.random.default_rng(0).random((4, 3)).tolist()
             (tmp_path / "table.json").write_text(json.dumps(values))
-            chosen["policy_options"] = {"file": str(tmp_path / "table.json")}
+            chosen["policy_options"] = {"table": str(tmp_path / "table.json")}
         return make_runner(folder, budget=BUDGET, window=WINDOW, **chosen, **options)
 
     return make
@@ -214,18 +214,19 @@ def test_an_arena_for_ragged_rows_has_the_slots_of_equal_ones(runner_with, make_
 def test_the_step_reads_a_row_at_its_true_length(runner_with, random_ids, monkeypatch):
     """Not by masks: the keys that attention is given are as many as each head keeps, and the newcomer."""
     from cake_infer.engine import decode
+    from cake_infer.engine.attention import sdpa
 
     runner, sequence = runner_with("global"), Sequence()
     feed(runner, sequence, random_ids(PROMPT), 3)
     arena, seen = runner.tenancy.arena, []
     lengths = arena.length.copy()
-    original = decode.decode_attention
+    original = sdpa.decode_attention
 
     def watched(queries, keys, values, **keywords):
         seen.extend([keys.shape[1]] * keys.shape[0])
         return original(queries, keys, values, **keywords)
 
-    monkeypatch.setattr(decode, "decode_attention", watched)
+    monkeypatch.setattr(sdpa, "decode_attention", watched)
     with torch.inference_mode():
         decode.step(runner.decoder, arena, sequence, 7, window=WINDOW)
     assert seen == [n + 1 for n in lengths.reshape(-1).tolist()]

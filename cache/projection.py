@@ -1,0 +1,33 @@
+"""How large a value is once the output projection has brought it into the hidden state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .view import LayerView
+
+_TILE_FLOATS = 1 << 20  # of one tile of projected values
+
+
+def projections(view: LayerView, head: int) -> Tensor:
+    """The output projection's columns of a KV head's query heads, fp32 `[group, head_dim, hidden]`."""
+    assert view.output_projection is not None
+    head_dim = view.keys.shape[2]
+    columns = slice(head * view.group * head_dim, (head + 1) * view.group * head_dim)
+    matrix = view.output_projection[:, columns].float()  # [hidden, group * head_dim]
+    return matrix.t().reshape(view.group, head_dim, -1)
+
+
+def projected_norms(view: LayerView, head: int) -> Tensor:
+    """The L1 norm of `W_o v`, mean over the query heads of a KV head: fp32 `[length]`, in tiles of tokens."""
+    assert view.values is not None
+    length = view.columns[head]
+    matrices = projections(view, head)
+    norms = torch.zeros(length, device=view.values.device)
+    step = max(1, _TILE_FLOATS // matrices.shape[2])
+    for start in range(0, length, step):
+        values = view.values[head, start : min(start + step, length)].float()
+        for matrix in matrices:
+            norms[start : start + len(values)] += (values @ matrix).abs().sum(1)
+    return norms.div_(view.group)
