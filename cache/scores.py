@@ -6,6 +6,7 @@ by KV head and in tiles of columns that stay in a core's cache.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from .transfer import to_device
 from .view import LayerView, is_in_order
 
 # A hidden column's logit. Finite, because 0 * -inf is not a number and a tile may be hidden altogether.
@@ -53,8 +55,11 @@ def cake_statistics(view: LayerView, gamma: float, pool: int) -> CakeStatistics:
     `mean_rows A + gamma * Var_rows A` of those columns, summed over neighbours within `pool // 2` positions and divided
     by `pool` (odd), then the mean over the query heads of a KV head.
 
-    Memory: at most two fp32 arrays `[heads / kv_heads * r, n]`; on a CPU one and a tile.
+    Memory: at most two fp32 arrays `[heads / kv_heads * r, n]`; on a CPU one and a tile. On a CUDA device with Triton
+    the kernels of `triton_statistics` do the same with less.
     """
+    if view.keys.is_cuda and view.keys.shape[2] <= 256 and importlib.util.find_spec("triton") is not None:
+        return device_statistics(view, gamma, pool)
     kv_heads, n, head_dim = view.keys.shape
     device, rows, step = view.keys.device, view.queries.shape[1], _tile_columns(view)
     queries = view.queries.to(device, torch.float32).mul(view.scale).reshape(kv_heads, -1, head_dim)  # [K, g*r, D]
@@ -75,6 +80,26 @@ def cake_statistics(view: LayerView, gamma: float, pool: int) -> CakeStatistics:
             positions = view.positions[head, :length]
             score.copy_(pool_neighbours(score, positions, pool))
             score.masked_fill_(positions >= view.window_start, math.inf)
+    dispersion, shift = sums.tolist()
+    return CakeStatistics(indicator, dispersion, shift)
+
+
+def device_statistics(view: LayerView, gamma: float, pool: int) -> CakeStatistics:
+    """`cake_statistics` by Triton kernels, in any order of columns; the device is waited for once, at the end."""
+    from .device_statistics import column_scores
+
+    score, sums = column_scores(view, gamma)
+    n, device = score.shape[1], score.device
+    positions = view.positions
+    ends = None
+    if any(length < n for length in view.columns):
+        ends = to_device(list(view.columns), device, torch.int64)[:, None]
+        absent = torch.arange(n, device=device) >= ends
+        positions = positions.masked_fill(absent, torch.iinfo(torch.int32).max)
+        score.masked_fill_(absent, 0.0)
+    indicator = pool_neighbours(score, positions, pool).masked_fill_(positions >= view.window_start, math.inf)
+    if ends is not None:
+        indicator.masked_fill_(absent, -math.inf)
     dispersion, shift = sums.tolist()
     return CakeStatistics(indicator, dispersion, shift)
 
@@ -228,22 +253,22 @@ def column_moments(sums: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 def pool_neighbours(score: Tensor, positions: Tensor | None, pool: int) -> Tensor:
     """Average pooling over neighbouring positions: the scores within `pool // 2` positions of each, divided by `pool`.
 
-    score: fp32 `[n]`, 0 where a column does not count. positions: int `[n]`, unique, in any order; None for 0 .. n - 1.
-    Positions that are missing count as 0, like the padding at the ends.
+    score: fp32 `[..., n]`, 0 where a column does not count. positions: int `[..., n]`, in any order, unique where the
+    score is not 0; None for 0 .. n - 1. Positions that are missing count as 0, like the padding at the ends.
     """
     order = None if positions is None else positions.argsort()
-    ordered = score if order is None else score[order]
-    near = None if positions is None or order is None else positions[order]
+    ordered = score if order is None else score.gather(-1, order)
+    near = None if positions is None or order is None else positions.gather(-1, order)
     pooled = ordered.clone()
-    for offset in range(1, min(pool // 2, len(score) - 1) + 1):
-        before, after = ordered[:-offset], ordered[offset:]
+    for offset in range(1, min(pool // 2, score.shape[-1] - 1) + 1):
+        before, after = ordered[..., :-offset], ordered[..., offset:]
         if near is not None:
-            gap = near[offset:] - near[:-offset] > pool // 2
+            gap = near[..., offset:] - near[..., :-offset] > pool // 2
             before, after = before.masked_fill(gap, 0), after.masked_fill(gap, 0)
-        pooled[offset:] += before
-        pooled[:-offset] += after
+        pooled[..., offset:] += before
+        pooled[..., :-offset] += after
     pooled /= pool
-    return pooled if order is None else torch.empty_like(pooled).scatter_(0, order, pooled)
+    return pooled if order is None else torch.empty_like(pooled).scatter_(-1, order, pooled)
 
 
 def row_order(
@@ -271,10 +296,10 @@ def row_order(
     key = (rank << 32) + (0x7FFFFFFF - positions.long())
     if any(length < n for length in valid):
         columns = torch.arange(n, device=key.device)
-        ends = torch.tensor(valid, device=key.device)[:, None]
+        ends = to_device(valid, key.device, torch.int64)[:, None]
         key.masked_fill_(columns >= ends, torch.iinfo(torch.int64).min)
     order = key.topk(max(wanted), dim=1, sorted=True).indices
     if min(wanted) < max(wanted):
-        ends = torch.tensor(wanted, device=key.device)[:, None]
+        ends = to_device(wanted, key.device, torch.int64)[:, None]
         order.masked_fill_(torch.arange(max(wanted), device=key.device) >= ends, -1)
     return order

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from ...cache.arena import Arena
+from ...cache.transfer import to_device
 from .rows import Rows
 
 UNLIMITED = np.iinfo(np.int32).max
@@ -30,7 +31,7 @@ class RowTables:
         stacked = np.stack([np.stack(table, 1) for table in ([arena.offset for arena in arenas], lengths, tops)])
         assert int(stacked.max(initial=0)) <= UNLIMITED, "slots are counted in 32 bits"
         packed = np.concatenate([stacked.astype(np.int32).ravel(), np.array(positions, dtype=np.int32)])
-        on_device = torch.from_numpy(packed).to(self.store.device)
+        on_device = to_device(packed, self.store.device, torch.int32)
         tables = on_device[: stacked.size].view(stacked.shape)
         self.offset, self.length, self.limit = tables.unbind(0)  # [layers, batch, kv_heads]
         self.query_position = on_device[stacked.size :]

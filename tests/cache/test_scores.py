@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from cake_infer.cache import scores
-from cake_infer.cache.scores import LayerView, cake_statistics, column_moments, is_in_order, shifted_sums
+from cake_infer.cache.scores import (
+    CakeStatistics,
+    LayerView,
+    cake_statistics,
+    column_moments,
+    device_statistics,
+    is_in_order,
+    shifted_sums,
+)
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -93,8 +102,14 @@ def rendering(view: LayerView, gamma: float = GAMMA, pool: int = POOL) -> tuple[
     return indicators, dispersion, shift
 
 
-def assert_equals_rendering(view: LayerView, gamma: float = GAMMA, pool: int = POOL, tolerance: float = 2e-5) -> None:
-    statistics = cake_statistics(view, gamma, pool)
+def assert_equals_rendering(
+    view: LayerView,
+    gamma: float = GAMMA,
+    pool: int = POOL,
+    tolerance: float = 2e-5,
+    worked: Callable[[LayerView, float, int], CakeStatistics] = cake_statistics,
+) -> None:
+    statistics = worked(view, gamma, pool)
     indicators, dispersion, shift = rendering(view, gamma, pool)
     assert statistics.dispersion == pytest.approx(dispersion, rel=tolerance, abs=1e-7)
     assert statistics.shift == pytest.approx(shift, rel=tolerance, abs=1e-9)
@@ -364,10 +379,12 @@ class _LiveMemory(TorchDispatchMode):
         self.most_large = max(self.most_large, sum(size >= self.large for size in sizes))
         return result
 
-    def watch(self, view: LayerView) -> None:
+    def watch(
+        self, view: LayerView, worked: Callable[[LayerView, float, int], CakeStatistics] = cake_statistics
+    ) -> None:
         self._given = {t.untyped_storage()._cdata for t in (view.keys, view.positions, view.queries)}
         with self:
-            cake_statistics(view, GAMMA, POOL)
+            worked(view, GAMMA, POOL)
 
 
 @pytest.mark.parametrize("tile_floats", [1, 1 << 14, 1 << 30])
@@ -399,3 +416,66 @@ def test_the_memory_test_would_see_an_array_of_all_heads() -> None:
         kept[0].softmax(0).sum()
     assert memory.most_large == 3
     assert memory.peak >= 12_000
+
+
+# The kernels of a GPU, in Triton's interpreter.
+
+
+@pytest.fixture
+def kernels() -> Callable[[LayerView, float, int], CakeStatistics]:
+    pytest.importorskip("triton", reason="triton is not installed")
+    return device_statistics
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_kernels_equal_the_formulas(kernels, shape):
+    assert_equals_rendering(make_view(**shape), worked=kernels)
+
+
+@pytest.mark.parametrize("kept", [[40, 40], [100, 3], [0, 60], [0, 0]])
+@pytest.mark.parametrize("sliding_window", [None, 50])
+def test_kernels_take_rows_with_gaps_and_lengths_of_their_own(kernels, kept, sliding_window):
+    view = with_gaps(make_view(n=200, sliding_window=sliding_window), kept)
+    assert_equals_rendering(view, worked=kernels)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kernels_take_every_head_size_and_dtype(kernels, head_dim, dtype):
+    view = as_any_order(make_view(heads=3, kv_heads=1, n=70, rows=5, head_dim=head_dim))
+    view = replace(view, keys=view.keys.to(dtype), queries=view.queries.to(dtype))
+    assert_equals_rendering(view, worked=kernels)
+
+
+@pytest.mark.parametrize("rows", [16, 33, 70])
+def test_kernels_take_windows_of_any_size(kernels, rows):
+    assert_equals_rendering(make_view(heads=5, kv_heads=1, n=150, rows=rows, window=rows), worked=kernels)
+
+
+def test_kernels_take_pieces_of_several_blocks_and_strided_keys(kernels, monkeypatch):
+    from cake_infer.cache import device_statistics as launches
+
+    monkeypatch.setattr(launches, "_PIECES", 2)
+    view = make_view(n=190, head_dim=16)
+    store = torch.full((2, 200, 16), math.nan)
+    store[:, 5:195] = view.keys
+    assert_equals_rendering(replace(view, keys=store[:, 5:195]), worked=kernels)
+
+
+def test_kernels_give_exactly_0_for_identical_queries(kernels):
+    view = make_view(n=120)
+    view.queries[:] = view.queries[:, :1]
+    view.keys[:, -8:] = -50 * view.queries[::2, :1]  # nothing of what the queries see differently has any weight
+    statistics = kernels(view, GAMMA, POOL)
+    assert statistics.shift == 0
+    assert statistics.dispersion == pytest.approx(cake_statistics(view, GAMMA, POOL).dispersion, rel=1e-5)
+
+
+def test_kernels_hold_no_array_of_all_queries_and_columns(kernels, monkeypatch):
+    from cake_infer.cache import device_statistics as launches
+
+    monkeypatch.setattr(launches, "_PIECES", 4)
+    view = make_view(heads=8, kv_heads=2, n=500, rows=32, window=32)
+    memory = _LiveMemory(large=1 << 30)
+    memory.watch(view, kernels)
+    assert 0 < memory.largest < 4 * 4 * 32 * 500 / 3, "a third of what one KV head's attention takes"
