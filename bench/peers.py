@@ -86,8 +86,18 @@ def run_transformers(args: argparse.Namespace, count: int) -> tuple[float, float
 
 
 def run_llama(args: argparse.Namespace, count: int, flash: bool) -> tuple[float, float]:
+    import llama_cpp.llama
     from llama_cpp import Llama
 
+    if args.plain_buffers:
+        defaults = llama_cpp.llama.llama_cpp.llama_model_default_params
+
+        def without_extra_buffers() -> Any:
+            params = defaults()
+            params.use_extra_bufts = False
+            return params
+
+        llama_cpp.llama.llama_cpp.llama_model_default_params = without_extra_buffers
     model = Llama(
         args.gguf,
         n_ctx=count + 128,
@@ -156,15 +166,26 @@ def child(args: argparse.Namespace) -> None:
     print(json.dumps({"prefill_s": prefill, "decode_s": decode}))
 
 
-def measured(engine: str, tokens: int, args: argparse.Namespace, pythons: dict[str, str]) -> dict[str, float] | None:
-    """One measurement in a process of its own; None, with the reason, where the engine cannot run."""
+def measured(
+    engine: str, tokens: int, args: argparse.Namespace, pythons: dict[str, str], plain: set[str]
+) -> dict[str, float] | None:
+    """One measurement in a process of its own; None, with the reason, where the engine cannot run.
+
+    plain: engines that are to run without extra buffers, added to where one has crashed with them.
+    """
     python = pythons.get(engine.split()[0], sys.executable)
     command = [python, __file__, "--child", engine, "--tokens", str(tokens), "--threads", str(args.threads)]
     command += ["--model", args.model, "--budget", str(args.budget)]
     command += ["--gguf", str(args.gguf)] if args.gguf else []
+    command += ["--plain-buffers"] if engine in plain else []
     done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode < 0 and engine.startswith("llama.cpp") and engine not in plain:
+        # its AMX buffers end with an illegal instruction where a virtual machine has AMX but does not grant it
+        print(f"{engine} was killed by signal {-done.returncode}: measured without its extra buffers", file=sys.stderr)
+        plain.add(engine)
+        return measured(engine, tokens, args, pythons, plain)
     if done.returncode:
-        reason = (done.stderr.strip() or "no message").splitlines()[-1]
+        reason = (done.stderr.strip() or f"exit {done.returncode} without a message").splitlines()[-1]
         print(f"{engine} at {tokens:,} tokens is left out: {reason}", file=sys.stderr)
         return None
     found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
@@ -181,6 +202,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
     parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH")
+    parser.add_argument("--plain-buffers", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--child", choices=ENGINES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -193,13 +215,14 @@ def main() -> None:
 
     pythons = dict(entry.split("=", 1) for entry in args.python)
     absent: set[str] = set()
+    plain: set[str] = set()
     for tokens in args.tokens:
         times: dict[str, list[dict[str, float]]] = {}
         for _ in range(args.rounds):
             for engine in args.engines:
                 if engine in absent:
                     continue
-                found = measured(engine, tokens, args, pythons)
+                found = measured(engine, tokens, args, pythons, plain)
                 if found is None:
                     absent.add(engine)
                 else:

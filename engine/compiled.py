@@ -114,6 +114,8 @@ class CompiledStep:
 
         self._hidden = floats(config.hidden_size)
         self._local = floats(threads, wide + 64)  # apart in memory: no two threads share a cache line
+        widest = max(wide, config.intermediate_size)
+        self._scratch = np.zeros((threads, self._step.scratch_bytes(widest)), dtype=np.int8)
         self._turned = floats(threads, group, config.head_dim)
         self._qkv = floats((config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
         self._joined = floats(2, config.num_kv_heads, group)
@@ -222,6 +224,7 @@ class CompiledStep:
             ring,
             self._hidden,
             self._local,
+            self._scratch,
             self._turned,
             self._qkv,
             self._logits,

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 NO_NUMBA = "numba is not installed (pip install 'cake-infer[cpu]')"
 ON_CPU = "the compiled step runs on a CPU"
-SOURCES = ("arithmetic", "matvec", "attention", "int4", "rows", "team", "vectors", "step")
+SOURCES = ("arithmetic", "digits", "matvec", "attention", "int4", "rows", "team", "vectors", "step")
 
 
 def load_step() -> ModuleType:

@@ -21,6 +21,9 @@ LINE = 64  # bytes of a cache line
 LOG2E = np.float32(1.4426950408889634)
 LN2_HIGH = np.float32(0.693359375)
 LN2_LOW = np.float32(-2.12194440e-4)
+COEFFICIENTS = tuple(
+    np.float32(c) for c in (1.3888889e-3, 8.3333333e-3, 4.1666667e-2, 1.6666667e-1, 0.5, 1.0, 1.0)
+)  # of e^r, the highest power first
 
 
 @intrinsic
@@ -63,13 +66,9 @@ def exp32(x: Any) -> Any:
     bounded: Any = min(max(x, np.float32(-87.0)), np.float32(88.0))
     n = np.floor(bounded * LOG2E + np.float32(0.5))
     r = bounded - n * LN2_HIGH - n * LN2_LOW
-    p = np.float32(1.3888889e-3)
-    p = p * r + np.float32(8.3333333e-3)
-    p = p * r + np.float32(4.1666667e-2)
-    p = p * r + np.float32(1.6666667e-1)
-    p = p * r + np.float32(0.5)
-    p = p * r + np.float32(1.0)
-    p = p * r + np.float32(1.0)
+    p = COEFFICIENTS[0]
+    for coefficient in COEFFICIENTS[1:]:
+        p = p * r + coefficient
     power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
     return p * power if x >= np.float32(-87.0) else np.float32(0.0)
 

@@ -12,7 +12,8 @@ import numpy as np
 from numba import njit
 
 from .arithmetic import FASTMATH, ask_for, exp32
-from .rows import key_products, weighted_values
+from .rows import AHEAD, key_products, weighted_values
+from .vectors import WIDTH, exponentials, largest
 
 NEVER = np.float32(-np.inf)
 SHORT_PIECE, LONG_PIECE = 64, 256
@@ -49,8 +50,7 @@ def attend_piece(
 ) -> None:
     """One KV head, one piece: logits, softmax relative to the piece's largest logit, weighted sum of values."""
     group, dim = queries.shape
-    ask_for(keys[first].ctypes.data, count * dim * keys.itemsize)
-    ask_for(values[first].ctypes.data, count * dim * values.itemsize)
+    ask_for(values[first].ctypes.data, min(count * dim * values.itemsize, AHEAD))
     key_products(queries, keys, first, count, logits, at, lanes, heads)
     if oldest >= 0:
         for column in range(count):
@@ -58,16 +58,16 @@ def attend_piece(
                 for g in range(group):
                     logits[g, at + column] = NEVER
     weights = np.empty((group, count), np.float32)
+    whole = count // WIDTH * WIDTH
     for g in range(group):
         line, weight = logits[g, at : at + count], weights[g]
-        best = NEVER
-        for column in range(count):
+        best = largest(line.ctypes.data, whole)
+        for column in range(whole, count):
             best = max(best, line[column])
         base = np.float32(0) if best == NEVER else best  # -inf - -inf is not a number; -inf - 0 weighs nothing
-        mass = np.float32(0)
-        for column in range(count):
+        mass = exponentials(line.ctypes.data, weight.ctypes.data, whole, base)
+        for column in range(whole, count):
             weight[column] = exp32(line[column] - base)
-        for column in range(count):
             mass += weight[column]
         top[g], total[g] = best, mass
     weighted_values(weights, values, first, count, output, lanes, heads)

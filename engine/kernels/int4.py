@@ -16,9 +16,10 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .arithmetic import FASTMATH, ask_for
+from .digits import GROUP, SPAN, SUPPORTED, int4_products, stride_of
 from .vectors import Vectors
 
-GROUP = 32
+
 AHEAD = 2048
 
 
@@ -94,8 +95,21 @@ def group_products(typingctx: Any, data: Any, factors: Any, vector: Any, sums: A
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
-def int4_rows(address: int, factors: int, begin: int, end: int, x: Any, out: Any, at: int) -> None:
-    """`out[at + r] = matrix[r] . x` for rows begin..end of an int4 matrix."""
+def int4_rows(address: int, factors: int, begin: int, end: int, x: Any, scratch: Any, out: Any, at: int) -> None:
+    """`out[at + r] = matrix[r] . x` for rows begin..end of an int4 matrix; `scratch` holds x as `digits.take` left it."""
+    if SUPPORTED and x.shape[0] >= SPAN:
+        groups, taken, stride = x.shape[0] // GROUP, scratch.ctypes.data, stride_of(scratch)
+        for row in range(begin, end):
+            data, pairs = address + row * groups * 16, factors + row * groups * 4
+            ask_for(pairs + AHEAD // 4, groups * 4)
+            out[at + row] = int4_products(data, pairs, taken, stride, groups)
+    else:
+        widened_rows(address, factors, begin, end, x, out, at)
+
+
+@njit(fastmath=FASTMATH, error_model="numpy")
+def widened_rows(address: int, factors: int, begin: int, end: int, x: Any, out: Any, at: int) -> None:
+    """The same with levels widened to fp32 in registers, on any CPU."""
     groups = x.shape[0] // GROUP
     sums = np.empty(groups, np.float32)
     for group in range(groups):

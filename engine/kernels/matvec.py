@@ -17,6 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 from .arithmetic import FASTMATH, LINE, ask_for, pointer, widen
+from .digits import SUPPORTED, int8_products, stride_of
 from .int4 import int4_rows
 from .vectors import REAL, REALS, WIDTH, Vectors
 
@@ -61,13 +62,20 @@ def ask_for_part(address: int, rows: int, columns: int, part: int, parts: int, l
     ask_for(address + begin * bytes_of(columns, like), AHEAD)
 
 
-def rows_times(address: Any, scales: Any, begin: Any, end: Any, x: Any, out: Any, at: Any, like: Any) -> Any:
-    """`out[at + r] = matrix[r] . x` for rows begin..end; `scales` is the address of the factors, 0 without."""
+def rows_times(
+    address: Any, scales: Any, begin: Any, end: Any, x: Any, scratch: Any, out: Any, at: Any, like: Any
+) -> Any:
+    """`out[at + r] = matrix[r] . x` for rows begin..end; `scales` is the address of the factors, 0 without.
+
+    `scratch` is the thread's, into which `digits.take` has put x.
+    """
     raise AssertionError("compiled code only")
 
 
 @overload(rows_times, fastmath=FASTMATH)
-def _rows_times(address: Any, scales: Any, begin: Any, end: Any, x: Any, out: Any, at: Any, like: Any) -> Any:
+def _rows_times(
+    address: Any, scales: Any, begin: Any, end: Any, x: Any, scratch: Any, out: Any, at: Any, like: Any
+) -> Any:
     if like.dtype in (float32, uint16):
         return plain_rows
     if like.dtype == int8:
@@ -141,19 +149,53 @@ def stored_rows(address: int, begin: int, end: int, x: Any, out: Any, at: int, l
         row += 1
 
 
-def plain_rows(address: Any, scales: Any, begin: Any, end: Any, x: Any, out: Any, at: Any, like: Any) -> Any:
+@njit(fastmath=FASTMATH, error_model="numpy")
+def integer_rows(address: int, begin: int, end: int, x: Any, scratch: Any, out: Any, at: int) -> None:
+    """int8 rows by the digits of x, scales not applied."""
+    columns = x.shape[0]
+    lines, taken, stride = columns // LINE, scratch.ctypes.data, stride_of(scratch)
+    whole = lines * LINE
+    matrix = carray(pointer(address, np.empty(0, np.int8)), (end, columns))
+    row = begin
+    while row + BLOCK <= end:
+        int8_products(address + row * columns, columns, taken, stride, lines, out.ctypes.data + 4 * (at + row))
+        if whole < columns:
+            for r in range(BLOCK):
+                stored, rest = matrix[row + r], np.float32(0)
+                for i in range(whole, columns):
+                    rest += x[i] * np.float32(stored[i])
+                out[at + row + r] += rest
+        row += BLOCK
+    while row < end:
+        stored, total = matrix[row], np.float32(0)
+        for i in range(columns):
+            total += x[i] * np.float32(stored[i])
+        out[at + row] = total
+        row += 1
+
+
+def plain_rows(
+    address: Any, scales: Any, begin: Any, end: Any, x: Any, scratch: Any, out: Any, at: Any, like: Any
+) -> Any:
     """fp32 and bf16, which need no scale."""
     stored_rows(address, begin, end, x, out, at, like)
 
 
-def scaled_rows(address: Any, scales: Any, begin: Any, end: Any, x: Any, out: Any, at: Any, like: Any) -> Any:
+def scaled_rows(
+    address: Any, scales: Any, begin: Any, end: Any, x: Any, scratch: Any, out: Any, at: Any, like: Any
+) -> Any:
     """int8 with one scale per row."""
-    stored_rows(address, begin, end, x, out, at, like)
+    if SUPPORTED and x.shape[0] % WIDTH == 0:
+        integer_rows(address, begin, end, x, scratch, out, at)
+    else:
+        stored_rows(address, begin, end, x, out, at, like)
     scale = carray(pointer(scales, x), (end,))
     for row in range(begin, end):
         out[at + row] *= scale[row]
 
 
-def grouped_rows(address: Any, scales: Any, begin: Any, end: Any, x: Any, out: Any, at: Any, like: Any) -> Any:
+def grouped_rows(
+    address: Any, scales: Any, begin: Any, end: Any, x: Any, scratch: Any, out: Any, at: Any, like: Any
+) -> Any:
     """int4 with a scale and a lowest value per group of columns."""
-    int4_rows(address, scales, begin, end, x, out, at)
+    int4_rows(address, scales, begin, end, x, scratch, out, at)

@@ -15,6 +15,7 @@ from numba.extending import overload
 
 from .arithmetic import FASTMATH, activate_and_gate, narrow, pointer, widen
 from .attention import attend_piece, combine, least_attended, piece_columns, pieces_of
+from .digits import scratch_bytes, take
 from .int4 import GROUP
 from .matvec import ask_for_part, rows_times, share
 from .team import meet
@@ -170,6 +171,7 @@ def decode_step(
     ring: Any,  # fp32 [layers, window, heads, head_dim] or all empty
     hidden: Any,  # fp32 [hidden] and the rest of the work space
     local: Any,  # fp32 [threads, max(hidden, heads * head_dim)]
+    scratch: Any,  # int8 [threads, bytes]: see kernels/digits.py
     turned: Any,  # fp32 [threads, group, head_dim]
     qkv: Any,  # fp32 [(heads + 2 kv_heads) * head_dim]
     logits: Any,  # fp32 [kv_heads, group, columns]
@@ -193,6 +195,7 @@ def decode_step(
     group = heads // kv_heads
     q_rows, kv_rows = heads * dim, kv_heads * dim
     met = 0
+    notes = scratch[thread]
     if thread == 0:
         embed_row(token, ends[0, 0], ends[0, 1], constants[2], hidden, like_weight)
     if layers:
@@ -207,13 +210,14 @@ def decode_step(
         ask_for_part(matrices[layer, K, 0], kv_rows, width, thread, threads, like_weight)
         ask_for_part(matrices[layer, V, 0], kv_rows, width, thread, threads, like_weight)
         normed_into(hidden, norms[layer, 0], eps, x)
+        take(x, notes, like_weight)
         begin, end = share(q_rows, thread, threads)
-        rows_times(matrices[layer, Q, 0], matrices[layer, Q, 1], begin, end, x, qkv, 0, like_weight)
+        rows_times(matrices[layer, Q, 0], matrices[layer, Q, 1], begin, end, x, notes, qkv, 0, like_weight)
         add_bias(qkv, qkv_bias[layer], begin, end, 0)
         begin, end = share(kv_rows, thread, threads)
-        rows_times(matrices[layer, K, 0], matrices[layer, K, 1], begin, end, x, qkv, q_rows, like_weight)
+        rows_times(matrices[layer, K, 0], matrices[layer, K, 1], begin, end, x, notes, qkv, q_rows, like_weight)
         add_bias(qkv, qkv_bias[layer, q_rows:], begin, end, q_rows)
-        rows_times(matrices[layer, V, 0], matrices[layer, V, 1], begin, end, x, qkv, q_rows + kv_rows, like_weight)
+        rows_times(matrices[layer, V, 0], matrices[layer, V, 1], begin, end, x, notes, qkv, q_rows + kv_rows, like_weight)
         add_bias(qkv, qkv_bias[layer, q_rows + kv_rows :], begin, end, q_rows + kv_rows)
         met += 1
         meet(counter, met, threads)
@@ -270,9 +274,10 @@ def decode_step(
                 )
                 if thread == 0:
                     joined[0, head, g], joined[1, head, g] = best, mass
+        take(x, notes, like_weight)
         begin, end = share(width, thread, threads)
         update = middle[0]
-        rows_times(matrices[layer, OUT, 0], matrices[layer, OUT, 1], begin, end, x, update, 0, like_weight)
+        rows_times(matrices[layer, OUT, 0], matrices[layer, OUT, 1], begin, end, x, notes, update, 0, like_weight)
         add_bias(update, o_bias[layer], begin, end, 0)
         for row in range(begin, end):
             hidden[row] += update[row]
@@ -284,16 +289,18 @@ def decode_step(
         x = local[thread, :width]
         ask_for_part(matrices[layer, UP, 0], intermediate, width, thread, threads, like_weight)
         normed_into(hidden, norms[layer, 1], eps, x)
+        take(x, notes, like_weight)
         begin, end = share(intermediate, thread, threads)
         gate, up = middle[0], middle[1]
-        rows_times(matrices[layer, GATE, 0], matrices[layer, GATE, 1], begin, end, x, gate, 0, like_weight)
-        rows_times(matrices[layer, UP, 0], matrices[layer, UP, 1], begin, end, x, up, 0, like_weight)
+        rows_times(matrices[layer, GATE, 0], matrices[layer, GATE, 1], begin, end, x, notes, gate, 0, like_weight)
+        rows_times(matrices[layer, UP, 0], matrices[layer, UP, 1], begin, end, x, notes, up, 0, like_weight)
         add_bias(gate, mlp_bias[layer], begin, end, 0)
         add_bias(up, mlp_bias[layer, intermediate:], begin, end, 0)
         activate_and_gate(gate[begin:end], up[begin:end], kind)
         ask_for_part(matrices[layer, DOWN, 0], width, intermediate, thread, threads, like_weight)
         met += 1
         meet(counter, met, threads)
+        take(middle[0, :intermediate], notes, like_weight)
         begin, end = share(width, thread, threads)
         x = local[thread, :width]
         rows_times(
@@ -302,6 +309,7 @@ def decode_step(
             begin,
             end,
             middle[0, :intermediate],
+            notes,
             x,
             0,
             like_weight,
@@ -317,5 +325,6 @@ def decode_step(
         meet(counter, met, threads)
     x = local[thread, :width]
     normed_into(hidden, norms[layers, 0], eps, x)
+    take(x, notes, like_weight)
     begin, end = share(vocab, thread, threads)
-    rows_times(ends[1, 0], ends[1, 1], begin, end, x, out, 0, like_weight)
+    rows_times(ends[1, 0], ends[1, 1], begin, end, x, notes, out, 0, like_weight)
