@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import OptionError
 
-_ROWS = 1024  # rows worked at a time: bounds the fp32 copies
+_ROWS = 512  # rows worked at a time: bounds the fp32 copies, which stay in a core's cache
 LEVELS = 127  # int8 is symmetric: -127 .. 127, and zero is zero
 GROUP = 32  # columns of an int4 row that share a scale and a lowest value
 QUANTS = ("int8", "int4")
@@ -48,7 +48,8 @@ class Int8Matrix(_Packed):
 
     def widen_into(self, out: Tensor, start: int) -> Tensor:
         stop = start + out.shape[0]
-        return torch.mul(self.data[start:stop], self.factors[start:stop, None], out=out)
+        rows = self.data[start:stop].float()  # in steps of one dtype each, which torch works in vectors
+        return out.copy_(rows.mul_(self.factors[start:stop, None]))
 
     def rows(self, ids: Tensor) -> Tensor:
         return self.data[ids] * self.factors[ids, None]
