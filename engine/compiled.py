@@ -105,6 +105,8 @@ class CompiledStep:
         self._mlp_bias = table("gate_bias", "up_bias", "down_bias")
 
     def _work_space(self) -> None:
+        from .kernels.digits import scratch_bytes
+
         config, threads = self.decoder.config, self.threads
         group = config.num_heads // config.num_kv_heads
         wide = max(config.hidden_size, config.num_heads * config.head_dim)
@@ -115,7 +117,7 @@ class CompiledStep:
         self._hidden = floats(config.hidden_size)
         self._local = floats(threads, wide + 64)  # apart in memory: no two threads share a cache line
         widest = max(wide, config.intermediate_size)
-        self._scratch = np.zeros((threads, self._step.scratch_bytes(widest)), dtype=np.int8)
+        self._scratch = np.zeros((threads, scratch_bytes(widest)), dtype=np.int8)
         self._turned = floats(threads, group, config.head_dim)
         self._qkv = floats((config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
         self._joined = floats(2, config.num_kv_heads, group)

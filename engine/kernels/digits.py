@@ -108,8 +108,12 @@ def split(typingctx: Any, vector: Any, scratch: Any, stride: Any, count: Any, li
                 group = builder.and_(builder.lshr(loop.index, make.constant(1)), make.constant(3))
                 # groups that do not fill a line are the last of theirs, see int4_products
                 rest = builder.and_(builder.lshr(chunks, make.constant(1)), make.constant(3))
-                last = builder.icmp_unsigned("==", builder.lshr(loop.index, make.constant(3)), builder.lshr(chunks, make.constant(3)))
-                group = builder.add(group, builder.select(last, builder.sub(make.constant(GROUPS), rest), make.constant(0)))
+                last = builder.icmp_unsigned(
+                    "==", builder.lshr(loop.index, make.constant(3)), builder.lshr(chunks, make.constant(3))
+                )
+                group = builder.add(
+                    group, builder.select(last, builder.sub(make.constant(GROUPS), rest), make.constant(0))
+                )
                 place = builder.add(builder.add(span, high), builder.mul(group, make.constant(WIDTH)))
             for plane in range(PLANES):
                 digit = builder.trunc(left, BYTES)
@@ -131,11 +135,15 @@ def weigh_offsets(typingctx: Any, scratch: Any, stride: Any, lines: Any) -> Any:
         totals = [cgutils.alloca_once_value(builder, ir.Constant(WORDS, [0] * WIDTH)) for _ in range(PLANES)]
         with cgutils.for_range(builder, count) as loop:
             for plane, total in enumerate(totals):
-                offset = builder.add(builder.mul(step, make.constant(plane)), builder.mul(loop.index, make.constant(LINE)))
+                offset = builder.add(
+                    builder.mul(step, make.constant(plane)), builder.mul(loop.index, make.constant(LINE))
+                )
                 builder.store(make.dot(builder.load(total), make.fill(128), make.line(digits, offset)), total)
         behind = builder.add(digits, builder.mul(step, make.constant(PLANES)))
         for plane, total in enumerate(totals):
-            builder.store(builder.neg(builder.load(total)), make.at(behind, make.constant(plane * LINE), WORDS), align=4)
+            builder.store(
+                builder.neg(builder.load(total)), make.at(behind, make.constant(plane * LINE), WORDS), align=4
+            )
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), codegen
@@ -193,7 +201,7 @@ def _take(x: Any, scratch: Any, like: Any) -> Any:
 
 @intrinsic
 def int8_products(typingctx: Any, address: Any, row_bytes: Any, digits: Any, stride: Any, lines: Any, out: Any) -> Any:
-    """Four int8 rows times a vector over `lines` cache lines of each row; addresses or bytes. Scales are not applied."""
+    """Four int8 rows times a vector over `lines` cache lines of each row; addresses or bytes. Without scales."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         make, (base, step, taken, plane_step, count, target) = Integers(builder), args

@@ -19,7 +19,6 @@ from .arithmetic import FASTMATH, ask_for
 from .digits import GROUP, SPAN, SUPPORTED, int4_products, stride_of
 from .vectors import Vectors
 
-
 AHEAD = 2048
 
 
@@ -96,7 +95,7 @@ def group_products(typingctx: Any, data: Any, factors: Any, vector: Any, sums: A
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def int4_rows(address: int, factors: int, begin: int, end: int, x: Any, scratch: Any, out: Any, at: int) -> None:
-    """`out[at + r] = matrix[r] . x` for rows begin..end of an int4 matrix; `scratch` holds x as `digits.take` left it."""
+    """`out[at + r] = matrix[r] . x` for rows begin..end of an int4 matrix; x is in `scratch`, see digits.take."""
     if SUPPORTED and x.shape[0] >= SPAN:
         groups, taken, stride = x.shape[0] // GROUP, scratch.ctypes.data, stride_of(scratch)
         for row in range(begin, end):

@@ -87,9 +87,7 @@ def products_in_vectors(
                     waiting[g].append((size, total))
             for g in range(heads):
                 place = builder.add(builder.mul(make.constant(g), step), builder.shl(loop.index, make.constant(4)))
-                builder.store(
-                    waiting[g][0][1], make.at(out, builder.mul(place, make.constant(4)), REALS), align=4
-                )
+                builder.store(waiting[g][0][1], make.at(out, builder.mul(place, make.constant(4)), REALS), align=4)
         return context.get_dummy_value()
 
     return types.void(*(types.int64,) * 5, lanes, group, like), codegen

@@ -15,7 +15,7 @@ from numba.extending import overload
 
 from .arithmetic import FASTMATH, activate_and_gate, narrow, pointer, widen
 from .attention import attend_piece, combine, least_attended, piece_columns, pieces_of
-from .digits import scratch_bytes, take
+from .digits import take
 from .int4 import GROUP
 from .matvec import ask_for_part, rows_times, share
 from .team import meet
@@ -217,7 +217,9 @@ def decode_step(
         begin, end = share(kv_rows, thread, threads)
         rows_times(matrices[layer, K, 0], matrices[layer, K, 1], begin, end, x, notes, qkv, q_rows, like_weight)
         add_bias(qkv, qkv_bias[layer, q_rows:], begin, end, q_rows)
-        rows_times(matrices[layer, V, 0], matrices[layer, V, 1], begin, end, x, notes, qkv, q_rows + kv_rows, like_weight)
+        rows_times(
+            matrices[layer, V, 0], matrices[layer, V, 1], begin, end, x, notes, qkv, q_rows + kv_rows, like_weight
+        )
         add_bias(qkv, qkv_bias[layer, q_rows + kv_rows :], begin, end, q_rows + kv_rows)
         met += 1
         meet(counter, met, threads)
