@@ -293,10 +293,19 @@ class Arena:
         end = self.first
         for layer in range(self._read):
             lengths = self.length[layer]
-            if not self._slide_layer(layer, end):
+            if self.store.overlaps:
+                self._slide_each(layer, end)
+            elif not self._slide_layer(layer, end):
                 self._slide_rows(layer, end)
             end += int(lengths.sum())
         self._packed_end = end
+
+    def _slide_each(self, layer: int, target: int) -> None:
+        """Slide the rows of a layer one by one."""
+        for head, length in enumerate(self.length[layer].tolist()):
+            self.store.move(int(self.offset[layer, head]), target, length)
+            self.offset[layer, head], self.capacity[layer, head] = target, length
+            target += length
 
     def _slide_layer(self, layer: int, target: int) -> bool:
         """Slide the rows of a layer whose heads agree in one go, if they fit the bounce buffer."""

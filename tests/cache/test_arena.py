@@ -57,10 +57,12 @@ class ArenaMachine(RuleBasedStateMachine):
         dim=st.sampled_from([2, 4]),
         dtypes=st.sampled_from([(F32, F32), (BF16, F32), (F16, F32), (BF16, BF16), (F32, BF16)]),
         bounce=st.sampled_from([1, 24, 100, 4 << 20]),
+        overlapping=st.sampled_from([frozenset(), frozenset({"cpu"})]),
         seed=st.integers(0, 99),
     )
-    def make(self, layers, heads, dim, dtypes, bounce, seed):
+    def make(self, layers, heads, dim, dtypes, bounce, overlapping, seed):
         self.bounce_bytes, store_module.BOUNCE_BYTES = store_module.BOUNCE_BYTES, bounce
+        self.overlapping, store_module.OVERLAPPING = store_module.OVERLAPPING, overlapping
         self.layout = ArenaLayout(layers, heads, dim, *dtypes)
         self.random = torch.Generator().manual_seed(seed)
         self.arena = Arena(self.layout, ArenaSize(0, 0, 0))
@@ -73,7 +75,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "bounce_bytes"):
-            store_module.BOUNCE_BYTES = self.bounce_bytes
+            store_module.BOUNCE_BYTES, store_module.OVERLAPPING = self.bounce_bytes, self.overlapping
 
     # -- reading a piece ----------------------------------------------------------------------------------------------
 
