@@ -58,6 +58,9 @@ class Staged:
         return tuple(held + self.tokens for held in self.held)
 
 
+SLACK = 8  # a kept region may be larger than it must be by one part in so many
+
+
 class Arena:
     """Rows of one sequence. All offsets, lengths and capacities are in slots; int64 tables `[layers, kv_heads]`.
 
@@ -142,19 +145,33 @@ class Arena:
 
     # -- reading a piece of text --------------------------------------------------------------------------------------
 
-    def begin(self, kept_slots: int) -> None:
+    def begin(self, kept_slots: int, columns: int | None = None) -> None:
         """Make ready to read a piece: what is held waits at the right end of the kept region.
 
         `kept_slots` is how many slots the new rows may hold at once, over all layers and heads (see `kept_limit`).
+        `columns`: of the longest layer that will be staged. Where decoding will take more room than that, a part of it
+        is lent to the kept region: then rows need not be packed again after every layer.
         """
         self._read = self.layout.num_layers
         self._slide()  # first to the left, so that on the way to the right no row runs over another
-        self._kept_end = end = kept_slots + self._packed_end
+        self._kept_end = kept_slots + self._packed_end
+        if columns is not None:
+            self._kept_end = max(
+                self._kept_end, min(self._kept_end + kept_slots // SLACK, self._staging_limit(columns))
+            )
+        end = self._kept_end
         self._packed_end, self._read = 0, 0
         for layer, head in reversed(self._in_order()):
             end -= int(self.length[layer, head])
             self.store.move(int(self.offset[layer, head]), end, int(self.length[layer, head]))
             self.offset[layer, head], self.capacity[layer, head] = end, self.length[layer, head]
+
+    def _staging_limit(self, columns: int) -> int:
+        """The last slot at which staging of so many columns may begin."""
+        layout, count = self.layout, self.layout.num_kv_heads * columns
+        start = self._end_bytes - count * layout.head_dim * layout.staging_dtype.itemsize
+        start = start // ALIGNMENT * ALIGNMENT
+        return min(start // (layout.head_dim * layout.kv_dtype.itemsize), self._end - count)
 
     def stage(self, layer: int, tokens: int, first_position: int) -> Staged:
         """Views for `tokens` new tokens of a layer, its kept rows moved in front; the new columns are unwritten."""
@@ -193,11 +210,12 @@ class Arena:
         """Write a staged layer's chosen columns behind the rows compacted so far.
 
         `order` int64 `[kv_heads, max(lengths)]`: columns, the most worth keeping first (None: all, as they are);
-        `score` fp32 `[kv_heads, columns]`. Earlier rows are slid to the left first.
+        `score` fp32 `[kv_heads, columns]`. Earlier rows are slid to the left first, if there is no room behind them.
         """
-        self._slide()
-        end = self._packed_end
         limit = self._kept_end - int(self.length[layer + 1 :].sum())
+        if self._read == 0 or self._packed_end + sum(lengths) > limit:
+            self._slide()
+        end = self._packed_end
         assert end + sum(lengths) <= limit, "the cascade promised more than its budget"
         for head, length in enumerate(lengths):
             self.offset[layer, head], self.length[layer, head], self.capacity[layer, head] = end, length, length

@@ -60,28 +60,39 @@ def cake_statistics(view: LayerView, gamma: float, pool: int) -> CakeStatistics:
     """
     if view.keys.is_cuda and view.keys.shape[2] <= 256 and importlib.util.find_spec("triton") is not None:
         return device_statistics(view, gamma, pool)
+    if view.window_pass is not None and view.window_pass.fits(view):
+        scores, dispersion, shift = view.window_pass(view, gamma)
+    else:
+        scores, dispersion, shift = window_moments(view, gamma)
+    indicator = torch.full_like(scores, -math.inf)
+    in_order = is_in_order(view)
+    for head, length in enumerate(view.columns):
+        score, raw, positions = indicator[head, :length], scores[head, :length], view.positions[head, :length]
+        if in_order:
+            score[: view.window_start] = pool_neighbours(raw[: view.window_start], None, pool)
+            score[view.window_start :].fill_(math.inf)
+        else:
+            score.copy_(pool_neighbours(raw, positions, pool))
+            score.masked_fill_(positions >= view.window_start, math.inf)
+    return CakeStatistics(indicator, dispersion, shift)
+
+
+def window_moments(view: LayerView, gamma: float) -> tuple[Tensor, float, float]:
+    """Scores before pooling fp32 `[kv_heads, n]`, 0 for window columns; dispersion and shift. In torch, anywhere."""
     kv_heads, n, head_dim = view.keys.shape
     device, rows, step = view.keys.device, view.queries.shape[1], _tile_columns(view)
     queries = view.queries.to(device, torch.float32).mul(view.scale).reshape(kv_heads, -1, head_dim)  # [K, g*r, D]
     attention = torch.empty(queries.shape[1] * n, device=device)
     scratch = torch.empty(queries.shape[1] * min(step, n), device=device)
-    indicator = torch.full((kv_heads, n), -math.inf, device=device)
+    scores = torch.zeros(kv_heads, n, device=device)
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # dispersion, shift
     in_order = _tiles_in_order(view, step) if is_in_order(view) else None
     for head, length in enumerate(view.columns):
-        score = indicator[head, :length]
         tiles = in_order or _tiles_by_position(view, head, step)
+        score = scores[head, :length]
         sums += _head_statistics(queries[head], view.keys[head], tiles, rows, gamma, attention, scratch, score)
-        if in_order:
-            before, window = score[: view.window_start], score[view.window_start :]
-            before.copy_(pool_neighbours(before, None, pool))
-            window.fill_(math.inf)
-        else:
-            positions = view.positions[head, :length]
-            score.copy_(pool_neighbours(score, positions, pool))
-            score.masked_fill_(positions >= view.window_start, math.inf)
     dispersion, shift = sums.tolist()
-    return CakeStatistics(indicator, dispersion, shift)
+    return scores, dispersion, shift
 
 
 def device_statistics(view: LayerView, gamma: float, pool: int) -> CakeStatistics:

@@ -7,7 +7,7 @@ hidden states are updated in place; no tensor has a row per token and a column p
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from ..cache.arena import Arena, Staged
 from ..cache.layout import kept_limit
 from ..cache.policies.base import Policy
-from ..cache.view import LayerView
+from ..cache.view import LayerView, WindowPass
 from ..models.decoder import Decoder, Layer
 from ..models.workspace import Workspace
 from .attention import Attention, Sdpa
@@ -64,6 +64,7 @@ def reading(
     chunk: int,
     separators: frozenset[int] | None = None,
     attention: Attention = SDPA,
+    window_pass: WindowPass | None = None,
 ) -> Reading[Tensor]:
     """Feed `ids` int64 `[tokens]` to the sequence in the arena. Returns the last hidden state `[1, hidden]`.
 
@@ -81,7 +82,8 @@ def reading(
     kv_heads = decoder.config.num_kv_heads
     cascade = policy.cascade(layers, kv_heads, budget, window) if evicting and budget is not None else None
     limit = budget if evicting and not policy.late else None
-    arena.begin(kept_limit(layers * kv_heads, budget=limit, tokens=piece.tokens, held=arena.kept_slots))
+    longest = int(arena.length.max()) + piece.tokens
+    arena.begin(kept_limit(layers * kv_heads, budget=limit, tokens=piece.tokens, held=arena.kept_slots), longest)
     hidden = decoder.embed(ids)  # [tokens, hidden]
     for index in range(layers):
         staged = arena.stage(index, piece.tokens, piece.first)
@@ -94,6 +96,7 @@ def reading(
             arena.keep(index, staged, None, list(staged.lengths), None)
             continue
         view = _view(decoder, sequence, staged, index, piece, window, inputs, separators)
+        view = replace(view, window_pass=window_pass)
         keep_best(arena, staged, view, policy.score(view), cascade)
     sequence.ids.extend(ids.tolist())
     sequence.read = sequence.total
@@ -111,6 +114,7 @@ def read(
     chunk: int,
     separators: frozenset[int] | None = None,
     attention: Attention = SDPA,
+    window_pass: WindowPass | None = None,
     on_chunk: OnChunk | None = None,
 ) -> Tensor:
     """`reading` without a pause."""
@@ -124,6 +128,7 @@ def read(
         chunk=chunk,
         separators=separators,
         attention=attention,
+        window_pass=window_pass,
     )
     return read_through(steps, on_chunk)
 

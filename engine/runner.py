@@ -20,6 +20,7 @@ from ..cache.config import CacheConfig
 from ..cache.layout import ArenaLayout, ArenaSize
 from ..cache.policies import make_policy
 from ..cache.policies.base import Policy, PolicyModel
+from ..cache.view import WindowPass
 from ..errors import CakeError, OptionError, PromptError
 from ..models.decoder import Decoder
 from ..models.rope import Rotary
@@ -32,6 +33,7 @@ from .picker import Picker, Token
 from .sequence import Checkpoint, QueryRing, Sequence
 from .stepper import BatchStep, OnWait, Step, make_batch_step, make_step
 from .tenancy import Tenancy
+from .window import make_window_pass
 
 log = logging.getLogger(__name__)
 
@@ -191,6 +193,13 @@ class Runner:
         return Rotary(self.decoder.config.rope, length, self.decoder.device)
 
     @cached_property
+    def _window_pass(self) -> WindowPass | None:
+        """The compiled pass over the window's attention, where decode steps are compiled too."""
+        if self.decoder.device.type != "cpu" or self._wanted_step == "eager":
+            return None
+        return make_window_pass(self._threads)
+
+    @cached_property
     def step(self) -> Step:
         """What makes the decode steps; looked for when the first one is due."""
         return make_step(self.decoder, self.layout.kv_dtype, self._wanted_step, self._threads, self.attention)
@@ -331,6 +340,7 @@ class Runner:
             chunk=self.chunk,
             attention=self.attention,
             separators=self.separators if "separators" in policy.needs else None,
+            window_pass=self._window_pass,
         )
         length = arena.length
         headroom = np.full_like(length, new_tokens)

@@ -20,11 +20,20 @@ log = logging.getLogger(__name__)
 
 NO_NUMBA = "numba is not installed (pip install 'cake-infer[cpu]')"
 ON_CPU = "the compiled step runs on a CPU"
-SOURCES = ("arithmetic", "digits", "matvec", "attention", "int4", "rows", "team", "vectors", "step")
+SOURCES = ("arithmetic", "digits", "matvec", "attention", "int4", "rows", "team", "vectors", "step", "window")
 
 
 def load_step() -> ModuleType:
     """The module with `decode_step`, compiled once and cached on disk. BackendError says why it cannot run."""
+    return _load("step")
+
+
+def load_window() -> ModuleType:
+    """The module with `window_pass`, likewise."""
+    return _load("window")
+
+
+def _load(name: str) -> ModuleType:
     try:
         import numba
     except ImportError:
@@ -32,7 +41,7 @@ def load_step() -> ModuleType:
     before = numba.config.CACHE_DIR
     numba.config.CACHE_DIR = str(cache_folder())  # read once by each function that is being decorated
     try:
-        return importlib.import_module(".step", __name__)
+        return importlib.import_module(f".{name}", __name__)
     finally:
         numba.config.CACHE_DIR = before
 

@@ -1,7 +1,7 @@
 """Compiled pass over the attention of a layer's last queries: row sums for dispersion, column moments for scores.
 
-The twin of `cache.scores` in torch; the formulas are there. Per KV head the queries' attention is made row by row in
-explicit vectors and stays in a core's cache; threads meet, and then each works columns of its own.
+The twin of `cache.scores` in torch; the formulas are there. Per KV head: torch multiplies, here each row becomes its
+softmax with the sums that dispersion needs, and then columns their moments, each number touched twice in all.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .arithmetic import FASTMATH, widen
-from .rows import products_in_vectors
+from .arithmetic import FASTMATH
 from .team import meet
 from .vectors import REAL, REALS, WIDTH, WORDS, Vectors
 
@@ -157,87 +156,44 @@ def column_moments(
     return types.float32(*integers, types.float32, *(types.int64,) * 3), codegen
 
 
-@njit(fastmath=FASTMATH, error_model="numpy")
-def some_products(queries: Any, keys: Any, length: int, attention: Any, lanes: Any, group: Any) -> None:
-    """`attention[i, c] = queries[i] . keys[c]` for as many queries as `group` has."""
-    whole = length // WIDTH * WIDTH
-    products_in_vectors(
-        queries.ctypes.data, keys.ctypes.data, whole, attention.ctypes.data, attention.shape[1], lanes, group, keys
-    )
-    for column in range(whole, length):
-        for i in range(queries.shape[0]):
-            dot = np.float32(0)
-            for d in range(queries.shape[1]):
-                dot += queries[i, d] * widen(keys[column, d])
-            attention[i, column] = dot
-
-
 @njit(nogil=True, fastmath=FASTMATH, error_model="numpy", cache=True)
 def window_pass(
     thread: int,
     counter: Any,  # int64 [2], zeros at the start: see kernels/team.py
     threads: int,
-    queries: Any,  # fp32 [kv_heads, group * rows, head_dim], scaled
-    rows: int,
-    keys: Any,  # [kv_heads, n, head_dim], fp32 or bf16 as uint16, each head contiguous
-    lengths: Any,  # int64 [kv_heads]: valid columns
-    positions: Any,  # int32 [kv_heads, padded], the largest int32 behind the valid ones
+    length: int,  # valid columns
+    positions: Any,  # int32 [padded], the largest int32 behind the valid ones
     query_positions: Any,  # int64 [rows]
     sliding: int,  # 0 without a window
     counted: int,  # columns at this position and above are the window: never counted
     gamma: Any,  # fp32
-    attention: Any,  # fp32 [group * rows, padded]: work space
-    moments: Any,  # fp32 [kv_heads, group * rows, 4], written: see row_moments
-    scores: Any,  # fp32 [kv_heads, padded], written
-    shifts: Any,  # fp32 [kv_heads, padded / COLUMNS], written
-    lanes: Any,  # tuples whose lengths are head_dim / 16 and the queries that are worked at a time
-    some: Any,
-    one: Any,
+    attention: Any,  # fp32 [group * rows, padded]: logits, then work space
+    moments: Any,  # fp32 [group * rows, 4], written: see row_moments
+    scores: Any,  # fp32 [padded], written
+    shifts: Any,  # fp32 [padded / COLUMNS], written
 ) -> None:
-    """Every thread of a team makes this call; the number of threads changes no bit of what is written."""
-    kv_heads, height = queries.shape[0], queries.shape[1]
-    width, met, own = len(some), 0, np.empty(height, np.float32)
-    for head in range(kv_heads):
-        length, where = lengths[head], positions[head].ctypes.data
-        blocks = (length + COLUMNS - 1) // COLUMNS
-        parts = (height + width - 1) // width
-        for begin in range(parts * thread // threads * width, parts * (thread + 1) // threads * width, width):
-            end = min(begin + width, height)
-            if end - begin == width:
-                some_products(queries[head, begin:end], keys[head], length, attention[begin:end], lanes, some)
-            else:
-                for row in range(begin, end):
-                    some_products(
-                        queries[head, row : row + 1], keys[head], length, attention[row : row + 1], lanes, one
-                    )
-            for row in range(begin, end):
-                newest = query_positions[row % rows]
-                oldest = newest - sliding if sliding else -1
-                row_moments(
-                    attention[row].ctypes.data,
-                    where,
-                    blocks * COLUMNS,
-                    newest,
-                    oldest,
-                    counted,
-                    moments[head, row].ctypes.data,
-                )
-        met += 1
-        meet(counter, met, threads)
-        for row in range(height):
-            own[row] = np.float32(1) / moments[head, row, TOTAL]
-        for block in range(blocks * thread // threads, blocks * (thread + 1) // threads):
-            at = block * COLUMNS
-            shifts[head, block] = column_moments(
-                attention.ctypes.data + 4 * at,
-                4 * attention.shape[1],
-                own.ctypes.data,
-                rows,
-                height // rows,
-                gamma,
-                where + 4 * at,
-                counted,
-                scores[head].ctypes.data + 4 * at,
-            )
-        met += 1
-        meet(counter, met, threads)
+    """One KV head. Every thread of a team makes this call; their number changes no bit of what is written."""
+    height, rows = moments.shape[0], query_positions.shape[0]
+    blocks, where = (length + COLUMNS - 1) // COLUMNS, positions.ctypes.data
+    for row in range(height * thread // threads, height * (thread + 1) // threads):
+        newest = query_positions[row % rows]
+        oldest = newest - sliding if sliding else -1
+        out = moments[row].ctypes.data
+        row_moments(attention[row].ctypes.data, where, blocks * COLUMNS, newest, oldest, counted, out)
+    meet(counter, 1, threads)
+    factors = np.empty(height, np.float32)
+    for row in range(height):
+        factors[row] = np.float32(1) / moments[row, TOTAL]
+    for block in range(blocks * thread // threads, blocks * (thread + 1) // threads):
+        at = block * COLUMNS
+        shifts[block] = column_moments(
+            attention.ctypes.data + 4 * at,
+            4 * attention.shape[1],
+            factors.ctypes.data,
+            rows,
+            height // rows,
+            gamma,
+            where + 4 * at,
+            counted,
+            scores.ctypes.data + 4 * at,
+        )
