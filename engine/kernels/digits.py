@@ -40,7 +40,7 @@ def scratch_bytes(columns: int) -> int:
 
 
 @njit(error_model="numpy")
-def stride_of(scratch: Any) -> int:
+def stride_of(scratch: Any) -> Any:
     """Numbers of a digit's plane in a scratch."""
     return (scratch.shape[0] - 4 * LINE) * 2 // 7
 

@@ -15,8 +15,7 @@ from numba.extending import overload
 
 from .arithmetic import FASTMATH, activate_and_gate, narrow, pointer, widen
 from .attention import attend_piece, combine, least_attended, piece_columns, pieces_of
-from .digits import take
-from .int4 import GROUP
+from .digits import GROUP, take
 from .matvec import ask_for_part, rows_times, share
 from .team import meet
 

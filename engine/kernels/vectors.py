@@ -84,7 +84,7 @@ class Vectors:
         """`arithmetic.exp32` for numbers up to 88; what is not a number stays so."""
         builder = self.builder
 
-        def every(number: float) -> Any:
+        def every(number: Any) -> Any:
             return ir.Constant(REALS, [float(np.float32(number))] * WIDTH)
 
         tiny = builder.fcmp_ordered("<", x, every(-87.0))
