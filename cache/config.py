@@ -25,6 +25,7 @@ class CacheConfig:
         prompt ("3.2%").
     policy: what decides which rows stay, see `cache.policies` and `cake-infer policies`.
     indicator, allocation, heads: another indicator, sharing over layers or rule over heads than the policy's own.
+    merge: what kept values take over of evicted ones, in place of the policy's own, see `cache.merges`.
     policy_options: parameters of these, by name: {"sinks": 4} or ("sinks=4",).
     window: the last tokens that are always kept and whose queries vote.
     decode_policy: "grow" keeps new tokens until the reserved room is used, "hold" replaces the least wanted row.
@@ -47,6 +48,7 @@ class CacheConfig:
     indicator: str | None = None
     allocation: str | None = None
     heads: str | None = None
+    merge: str | None = None
     policy_options: tuple[str, ...] | Mapping[str, object] = ()
 
     def __post_init__(self) -> None:
@@ -109,6 +111,7 @@ class CacheConfig:
             indicator=self.indicator,
             allocation=self.allocation,
             heads=self.heads,
+            merge=self.merge,
             options=options,
         )
 
@@ -122,6 +125,7 @@ class CacheConfig:
             "indicator": self.indicator is not None,
             "allocation": self.allocation is not None,
             "heads": self.heads is not None,
+            "merge": self.merge is not None,
             "policy_options": bool(self.policy_options),
         }
         for name, is_given in given.items():

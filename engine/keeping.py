@@ -1,27 +1,81 @@
-"""What stays of a layer that has been read: the budget is dealt again, and earlier layers shrink."""
+"""What stays of a layer that has been read: the budget is dealt again, and earlier layers shrink.
+
+With a merge the values that leave a row go into those that stay, at every cut: when a layer is read, and again whenever
+a later one takes slots from it. So merged values depend on the order of cuts, and are not those of one cut at the end.
+"""
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
+import torch
 from torch import Tensor
 
 from ..cache.arena import Arena, Staged
 from ..cache.cascade import Cascade, LayerClaim
+from ..cache.merges.base import Merge, Tokens
 from ..cache.policies.base import LayerScore
 from ..cache.scores import row_order
 from ..cache.view import LayerView
 
 
-def keep_best(arena: Arena, staged: Staged, view: LayerView, scored: LayerScore, cascade: Cascade) -> None:
+def keep_best(
+    arena: Arena,
+    staged: Staged,
+    view: LayerView,
+    scored: LayerScore,
+    cascade: Cascade,
+    merge: Merge | None = None,
+) -> None:
     """Deal the budget again over the layers read so far, shrink the earlier ones, and keep the best of this one."""
     floor = min(view.window, view.total)
     chosen = Chosen(scored, staged, view.total - view.window, floor)
     caps = tuple(max(min(length, view.sliding_window or length) - floor, 0) for length in staged.lengths)
     *earlier, lengths = cascade.add(LayerClaim(floor, caps, scored.preference, scored.curve, chosen.rank))
     for before, shares in enumerate(earlier):
+        if merge is not None:
+            fold_tails(arena, before, shares, view.window_start, merge)
         arena.shrink(before, shares)
     carried = scored.indicator if scored.carried is None else scored.carried
-    arena.keep(view.layer, staged, chosen.order(lengths), lengths, carried)
+    order = chosen.order(lengths)
+    arena.keep(view.layer, staged, order, lengths, carried)
+    if merge is not None:
+        fold_evicted(arena, view, staged, order, lengths, carried, merge)
+
+
+def fold_tails(arena: Arena, layer: int, lengths: list[int], window_start: int, merge: Merge) -> None:
+    """Before a compacted layer is cut to `lengths`: the values behind them go into those before them."""
+    for head, length in enumerate(lengths):
+        if length < arena.length[layer, head]:
+            row = row_tokens(arena, layer, head, window_start)
+            merge.fold(row[:length], row[length:])
+
+
+def fold_evicted(
+    arena: Arena,
+    view: LayerView,
+    staged: Staged,
+    order: Tensor,
+    lengths: list[int],
+    score: Tensor,
+    merge: Merge,
+) -> None:
+    """After a layer is kept: the values of the staged columns that are not go into its rows."""
+    for head, length in enumerate(lengths):
+        gone = torch.ones(staged.lengths[head], dtype=torch.bool, device=order.device)
+        gone[order[head, :length]] = False
+        columns = gone.nonzero()[:, 0]
+        tokens = Tokens(staged.keys[head], staged.values[head], staged.position[head], score[head], columns)
+        merge.fold(row_tokens(arena, view.layer, head, view.window_start), tokens)
+
+
+def row_tokens(arena: Arena, layer: int, head: int, window_start: int) -> Tokens:
+    """A row as it lies in the arena; the window's scores, which no indicator has to give, are infinite."""
+    start = int(arena.offset[layer, head])
+    keys, values, positions = arena.row(layer, head)
+    score = arena.score[start : start + int(arena.length[layer, head])]
+    return Tokens(keys, values, positions, score.masked_fill(positions >= window_start, math.inf))
 
 
 class Chosen:

@@ -143,6 +143,7 @@ CACHE_FLAGS = {
     "indicator": Flag("what scores the tokens, in place of the policy's own; see `policies`", metavar="NAME"),
     "allocation": Flag("how layers share the budget, in place of the policy's own; see `policies`", metavar="NAME"),
     "heads": Flag("how the heads of a layer share, in place of the policy's own; see `policies`", metavar="NAME"),
+    "merge": Flag("what kept values take over of evicted ones: none, cam or d2o; see `policies`", metavar="NAME"),
     "policy_options": Flag(
         "a parameter of the policy's parts (sinks=4); may be given several times",
         not_empty,

@@ -97,7 +97,7 @@ def reading(
             continue
         view = _view(decoder, sequence, staged, index, piece, window, inputs, separators)
         view = replace(view, window_pass=window_pass)
-        keep_best(arena, staged, view, policy.score(view), cascade)
+        keep_best(arena, staged, view, policy.score(view), cascade, policy.merger)
     sequence.ids.extend(ids.tolist())
     sequence.read = sequence.total
     return hidden[-1:]

@@ -49,6 +49,15 @@ PLAIN = (
         (POOL, Option("pooling", "max", "how neighbours are joined", str, choices=("max", "avg"))),
     ),
     Method(
+        "lava",
+        "indicators.lava:LavaIndicator",
+        "the window's attention times the head's largest value",
+        ("window_queries", "values"),
+        W_N,
+        "LAVa, Shen et al., arXiv 2509.09754",
+        (POOL,),
+    ),
+    Method(
         "h2o",
         "indicators.h2o:H2OIndicator",
         "the attention that all queries so far paid",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import OptionError
 from ..allocations import ALLOCATIONS, HEADS
 from ..indicators import INDICATORS
+from ..merges import MERGES
 from ..method import Method, Value
 from .base import PolicyModel
 
@@ -30,6 +31,7 @@ class Named:
     indicator: str
     allocation: str = "uniform"
     heads: str = "equal"
+    merge: str = "none"
     options: Mapping[str, Value] = field(default_factory=dict)
     paper: str = ""
 
@@ -41,6 +43,11 @@ NAMED = {
     "vl-cache": Named("snapkv", "vl-cache", paper="VL-Cache, Tu et al., ICLR 2025, arXiv 2410.23317"),
     "xkv": Named("snapkv", "xkv", paper="in the spirit of XKV, Li et al., arXiv 2412.05896"),
     "squeeze": Named("streaming-llm", "squeeze", paper="SqueezeAttention, Wang et al., ICLR 2025, arXiv 2404.04793"),
+    "d2o": Named("h2o", "d2o", merge="d2o", paper="D2O, Wan et al., ICLR 2025, arXiv 2406.13035"),
+    "lava": Named("lava", "lava", "adaptive", paper="LAVa, Shen et al., arXiv 2509.09754"),
+    "layer-defensivekv": Named(
+        "defensivekv", "global", "own", paper="Layer-DefensiveKV, Feng et al., ICLR 2026, arXiv 2510.13334"
+    ),
     "critical-cake": Named(
         "criticalkv",
         "cake",
@@ -60,13 +67,14 @@ class Choice:
     indicator: Method
     allocation: Method
     heads: Method
+    merge: Method
     base: Method | None  # of an indicator that wraps another one
-    options: Mapping[str, Mapping[str, Value]]  # by part: "indicator", "allocation", "heads", "base"
+    options: Mapping[str, Mapping[str, Value]]  # by part: "indicator", "allocation", "heads", "merge", "base"
 
     @property
     def parts(self) -> dict[str, Method]:
         """By part; a base only where there is one."""
-        own = {"indicator": self.indicator, "allocation": self.allocation, "heads": self.heads}
+        own = {name: getattr(self, name) for name in ("indicator", "allocation", "heads", "merge")}
         return own if self.base is None else {**own, "base": self.base}
 
     @property
@@ -81,6 +89,7 @@ def choose(
     indicator: str | None = None,
     allocation: str | None = None,
     heads: str | None = None,
+    merge: str | None = None,
     options: Mapping[str, object] | None = None,
 ) -> Choice:
     """What a combination of names means. Raises OptionError for an unknown name, or an option that no part has."""
@@ -95,11 +104,12 @@ def choose(
         "indicator": _find("indicator", indicator or named.indicator, INDICATORS),
         "allocation": sharing,
         "heads": _find("rule over heads", over_heads, HEADS),
+        "merge": _find("merge", merge or named.merge, MERGES),
     }
     if over_heads not in sharing.heads:
         goes = " or ".join(sharing.heads)
         raise OptionError(f"the allocation {sharing.name} goes with the heads {goes}, not with {over_heads}")
-    own = {"indicator": named.indicator, "allocation": named.allocation, "heads": named.heads}
+    own = {part: getattr(named, part) for part in parts}
     changed = [f"{part} {method.name}" for part, method in parts.items() if method.name != own[part]]
     wraps = parts["indicator"].option("base")
     if wraps is not None:
@@ -127,6 +137,7 @@ def choose(
         parts["indicator"],
         parts["allocation"],
         parts["heads"],
+        parts["merge"],
         parts.get("base"),
         found,
     )

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..cascade import Cascade
+    from ..merges.base import Merge
     from ..view import LayerView
 
 
@@ -72,7 +73,8 @@ class Allocation(Protocol):
         """The inputs that `preference` reads beyond keys and positions."""
 
     def preference(self, view: LayerView, indicator: Tensor) -> float | tuple[float, ...]:
-        """Finite and at least 0; a layer is dealt seats in proportion to it. `indicator` is what `score` gave."""
+        """Finite and at least 0; a layer is dealt seats in proportion to it. `indicator` is what `score` gave, or what
+        heads and layers are compared by where that is something else."""
 
 
 class Policy(Protocol):
@@ -93,6 +95,10 @@ class Policy(Protocol):
     @property
     def late(self) -> bool:
         """Whether nothing is evicted before all layers are read, so that a prefill holds the whole cache."""
+
+    @property
+    def merger(self) -> Merge | None:
+        """What folds evicted values into kept ones, if anything does."""
 
     def cascade(self, num_layers: int, kv_heads: int, budget: int, window: int) -> Cascade:
         """How the rows of a piece share the budget."""

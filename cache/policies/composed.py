@@ -10,6 +10,8 @@ import torch
 
 from ...errors import CakeError
 from ..cascade import Cascade
+from ..merges.base import Merge
+from ..merges.none import NoMerge
 from ..shares import DEFAULT_HEAD_FLOOR
 from .base import Allocation, Indicator, LayerScore
 
@@ -28,12 +30,17 @@ class ComposedPolicy:
     indicator: Indicator
     allocation: Allocation
     heads: Any
+    merge: Merge
 
     evicts: ClassVar[bool] = True
 
     @property
     def needs(self) -> frozenset[str]:
         return self.indicator.needs | self.allocation.needs | frozenset(self.heads.needs)
+
+    @property
+    def merger(self) -> Merge | None:
+        return None if isinstance(self.merge, NoMerge) else self.merge
 
     @property
     def late(self) -> bool:
@@ -55,24 +62,23 @@ class ComposedPolicy:
     def score(self, view: LayerView) -> LayerScore:
         """Raises `CakeError` if the layer's scores are not numbers."""
         indicator = self.indicator.score(view)
+        carry, worth = getattr(self.indicator, "carry", None), getattr(self.indicator, "worth", None)
+        carried = None if carry is None else carry(view, indicator)
+        compared = None if worth is None else worth(view, indicator)
         curve = getattr(self.allocation, "curve", None)
-        preference = 1.0 if curve is not None else self.allocation.preference(view, indicator)
+        scores = indicator if compared is None else compared
+        preference = 1.0 if curve is not None else self.allocation.preference(view, scores)
         if has_nan(indicator, view):
             raise CakeError(
                 f"the scores of layer {view.layer} are not numbers: the weights are damaged or overflow their dtype; "
                 "try float32 for the option dtype"
             )
-        carry, worth = getattr(self.indicator, "carry", None), getattr(self.indicator, "worth", None)
-        return LayerScore(
-            indicator,
-            preference,
-            None if carry is None else carry(view, indicator),
-            None if worth is None else worth(view, indicator),
-            None if curve is None else partial(curve, view, indicator),
-        )
+        by_seat = None if curve is None else partial(curve, view, scores)
+        return LayerScore(indicator, preference, carried, compared, by_seat)
 
     def describe(self) -> str:
-        parts = [part.describe() for part in (self.allocation, self.indicator, self.heads) if hasattr(part, "describe")]
+        chosen = (self.allocation, self.indicator, self.heads, self.merge)
+        parts = [part.describe() for part in chosen if hasattr(part, "describe")]
         return " ".join([self.title, *(part for part in parts if part)])
 
 

@@ -20,6 +20,7 @@ class FullPolicy:
     evicts: ClassVar[bool] = False
     needs: ClassVar[frozenset[str]] = frozenset()
     late: ClassVar[bool] = False
+    merger: ClassVar[None] = None
 
     def cascade(self, num_layers: int, kv_heads: int, budget: int, window: int) -> Cascade:
         """Layers alike, if it were asked."""

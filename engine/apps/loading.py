@@ -17,7 +17,18 @@ if TYPE_CHECKING:
     from ..engine import Engine
 
 DEFAULT_MODEL = "smollm2-135m"
-USELESS_WHEN_FULL = ("budget", "window", "tau1", "tau2", "gamma", "indicator", "allocation", "heads", "policy_options")
+USELESS_WHEN_FULL = (
+    "budget",
+    "window",
+    "tau1",
+    "tau2",
+    "gamma",
+    "indicator",
+    "allocation",
+    "heads",
+    "merge",
+    "policy_options",
+)
 
 Load = Callable[..., "Engine"]
 
@@ -96,7 +107,7 @@ def usage_conflict(args: argparse.Namespace, given: set[str]) -> str | None:
         if args.decode_policy == "hold":
             return "--decode-policy hold has no effect with --policy full, which keeps everything"
         return None
-    parts = {name: getattr(args, name, None) for name in ("indicator", "allocation", "heads")}
+    parts = {name: getattr(args, name, None) for name in ("indicator", "allocation", "heads", "merge")}
     chosen = choose(args.policy, **parts)
     for name in ("tau1", "tau2", "gamma"):
         if name in given and all(method.option(name) is None for method in chosen.parts.values()):

@@ -64,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "indicator",
             "allocation",
             "heads",
+            "merge",
             "policy_options",
         ),
     )

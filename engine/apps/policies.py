@@ -11,14 +11,16 @@ from typing import Any
 from ...cache.allocations import ALLOCATIONS, HEADS
 from ...cache.indicators import INDICATORS
 from ...cache.inputs import INPUTS
+from ...cache.merges import MERGES
 from ...cache.method import Method
 from ...cache.policies import NAMED, POLICIES
 
-CLASSES = {"indicator": INDICATORS, "allocation": ALLOCATIONS, "heads": HEADS}
+CLASSES = {"indicator": INDICATORS, "allocation": ALLOCATIONS, "heads": HEADS, "merge": MERGES}
 HEADINGS = {
     "indicator": "indicators (--indicator): which tokens of a row stay; each but cake is a policy of its own name too",
     "allocation": "allocations (--allocation): how layers share the budget",
     "heads": "heads (--heads): how the KV heads of a layer share",
+    "merge": "merging (--merge): what kept values take over of evicted ones",
 }
 
 
@@ -47,13 +49,14 @@ def document() -> dict[str, Any]:
 def policy(name: str) -> dict[str, Any]:
     """The parts that a policy's name means."""
     if name == "full":
-        return {"name": name, "indicator": None, "allocation": None, "heads": None, "paper": ""}
+        return {"name": name, **dict.fromkeys(CLASSES), "paper": ""}
     named = NAMED.get(name)
     return {
         "name": name,
         "indicator": named.indicator if named else name,
         "allocation": named.allocation if named else "uniform",
         "heads": named.heads if named else "equal",
+        "merge": named.merge if named else "none",
         "paper": named.paper if named else INDICATORS[name].paper,
     }
 
@@ -80,9 +83,10 @@ def listing() -> str:
         if name == "full":
             lines.append(f"  {name:<22} keeps everything")
         elif name in NAMED:
-            lines.append(
+            line = (
                 f"  {name:<22} indicator {parts['indicator']}, allocation {parts['allocation']}, heads {parts['heads']}"
             )
+            lines.append(line if parts["merge"] == "none" else f"{line}, merge {parts['merge']}")
     alone = ", ".join(name for name in INDICATORS if name not in NAMED)
     lines.append(f"  and every other indicator, with allocation uniform and heads equal: {alone}")
     for part, methods in CLASSES.items():

@@ -218,6 +218,17 @@ def test_composite_ranks_are_means_of_the_heads_sorted_scores() -> None:
     np.testing.assert_array_equal(allocation("composite").curve(view, indicator, 4), found[:4])
 
 
+def test_layers_are_compared_by_what_the_indicator_says_and_not_by_its_order(one_prompt: Any) -> None:
+    """CriticalKV's scores are an order in two stages; what compares layers and heads are those of its base."""
+    view = one_prompt(total=60).view
+    critical = make_policy(CacheConfig(policy="criticalkv", allocation="composite"), MODEL, 40).score(view)
+    snapkv = make_policy(CacheConfig(policy="snapkv", allocation="composite"), MODEL, 40).score(view)
+    assert not torch.equal(critical.indicator, snapkv.indicator)
+    assert critical.curve is not None
+    assert snapkv.curve is not None
+    np.testing.assert_array_equal(critical.curve(1000), snapkv.curve(1000))
+
+
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 

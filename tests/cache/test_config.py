@@ -127,7 +127,7 @@ def test_options_of_a_policy_reach_the_part_that_has_them() -> None:
     given = CacheConfig(policy="streaming-llm", policy_options={"sinks": 8})
     assert given == CacheConfig(policy="streaming-llm", policy_options=("sinks=8",))
     assert given.choice is not None
-    assert given.choice.options == {"indicator": {"sinks": 8}, "allocation": {}, "heads": {}}
+    assert given.choice.options == {"indicator": {"sinks": 8}, "allocation": {}, "heads": {}, "merge": {}}
     mixed = CacheConfig(indicator="snapkv", tau1=0.5, policy_options=("pool=3", "pooling=avg")).choice
     assert mixed is not None
     assert mixed.options["indicator"] == {"pool": 3, "pooling": "avg"}

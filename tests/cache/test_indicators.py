@@ -110,6 +110,18 @@ def test_snapkv_pools_the_windows_votes(scene: Scene, pool: int, pooling: str) -
     scene.compare(score(scene, "snapkv", pool=pool, pooling=pooling), expected)
 
 
+@pytest.mark.parametrize("pool", [7, 1])
+def test_lava_is_the_largest_vote_of_the_group_times_the_largest_value_of_the_head(scene: Scene, pool: int) -> None:
+    expected = []
+    for kv, at in enumerate(scene.columns):
+        close = near(at, pool // 2)
+        votes = [scene.attention(head, scene.window_rows).mean(0) * scene.before(kv) for head in group(kv)]
+        pooled = np.max([np.where(close, one, 0).max(1) for one in votes], axis=0)
+        largest = np.abs(scene.values[kv, at][scene.before(kv)]).sum(1).max()
+        expected.append(pooled * largest * scene.before(kv))
+    scene.compare(score(scene, "lava", pool=pool), expected)
+
+
 def test_tova_is_the_last_row_over_all_heads_that_hold_the_token(scene: Scene) -> None:
     total = np.zeros(scene.total)
     for head in range(HEADS):

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from cake_infer.cache.cascade import Cascade
 from cake_infer.cache.inputs import INPUTS
 from cake_infer.cache.policies.base import LayerScore
 from cake_infer.cache.view import LayerView
@@ -21,7 +22,7 @@ OF_VIEW = {name: (name,) for name in INPUTS} | {"window_queries": ()}
 class Probe:
     """Asks for inputs, keeps what it is shown, and scores by a number that is another one in every head."""
 
-    name, evicts = "probe", True
+    name, evicts, late, merger = "probe", True, False, None
 
     def __init__(self, needs):
         self.needs, self.views = frozenset(needs), []
@@ -35,6 +36,9 @@ class Probe:
         heads = torch.arange(view.keys.shape[0])[:, None]
         score = torch.sin(view.positions * (7.0 + view.layer) + heads * 3)
         return LayerScore(score, 1.0, score * 2 + 5)
+
+    def cascade(self, num_layers, kv_heads, budget, window):
+        return Cascade(num_layers, kv_heads, budget, window)
 
     def describe(self):
         return "probe"
