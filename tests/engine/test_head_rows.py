@@ -269,3 +269,18 @@ def test_the_statistics_count_rows_at_their_true_lengths(model_folder):
     assert stats.kept_tokens == BUDGET
     assert "heads adaptive 0.2" in stats.policy
     assert f"(heads {min(lengths[0])}-{max(lengths[0])})" in stats.layers_text().splitlines()[0]
+
+
+def test_a_batch_of_ragged_sequences_writes_what_each_writes_alone(model_folder):
+    from cake_infer import Engine
+
+    folder = model_folder(num_attention_heads=6, num_key_value_heads=3, hidden_size=48)
+    prompts = ["one two " * 20, "three " * 45, "four five six " * 15]
+    options = {"policy": "cake", "heads": "adaptive", "budget": BUDGET, "window": WINDOW}
+    with Engine.load(folder, **options) as engine:
+        alone = [engine.generate(prompt, max_new_tokens=12, temperature=0.0) for prompt in prompts]
+        together = engine.generate(prompts, max_new_tokens=12, temperature=0.0)
+    assert [reply.ids for reply in together] == [reply.ids for reply in alone]
+    lengths = [reply.stats.layer_lengths for reply in together]
+    assert lengths == [reply.stats.layer_lengths for reply in alone]
+    assert all(any(len(set(row)) > 1 for row in one) for one in lengths)
