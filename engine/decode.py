@@ -38,11 +38,14 @@ def batch_step(
     *,
     window: int,
     attention: Attention = SDPA,
+    together: bool | None = None,
 ) -> Tensor:
     """Feed one token to each of n sequences. Returns the next tokens' logits fp32 `[n, vocab]`.
 
-    Every matrix meets the n tokens together; each sequence attends over its own rows, as long as they are. A ragged
-    backend reads the rows of all sequences in one launch; their arenas then share a store.
+    Each sequence attends over its own rows, as long as they are. A ragged backend reads the rows of all sequences in
+    one launch; their arenas then share a store. `together`: every matrix meets the n tokens in one product, as on a
+    GPU. Otherwise, on a CPU, a layer is widened once and meets one token after another: a product with more rows adds
+    up in another order, and a reply would depend on its neighbours.
     """
     ids = torch.tensor(tokens, device=decoder.device)
     cos, sin = _angles(sequences, decoder.device)
@@ -51,13 +54,18 @@ def batch_step(
     tables = None
     if attention.ragged and all(arena.store is arenas[0].store for arena in arenas):
         tables = RowTables(arenas, [one.limit for one in sequences], [one.total for one in sequences])
+    count = len(tokens)
+    if together is None:
+        together = decoder.device.type != "cpu"
+    parts = [slice(0, count)] if together else [slice(i, i + 1) for i in range(count)]
     for index in range(config.num_layers):
         layer = decoder.widened(index)
-        normed = decoder.attention_norm(layer, hidden)
-        queries = decoder.queries(layer, normed, cos, sin)  # [heads, n, head_dim]
-        shape = (config.num_kv_heads, len(tokens), config.head_dim)
-        keys, values = (torch.empty(shape, dtype=hidden.dtype, device=hidden.device) for _ in range(2))
-        decoder.keys_values(layer, normed, cos, sin, keys, values)
+        queries = hidden.new_empty(config.num_heads, count, config.head_dim)
+        keys, values = (hidden.new_empty(config.num_kv_heads, count, config.head_dim) for _ in range(2))
+        for part in parts:
+            normed = decoder.attention_norm(layer, hidden[part])
+            queries[:, part] = decoder.queries(layer, normed, cos[part], sin[part])
+            decoder.keys_values(layer, normed, cos[part], sin[part], keys[:, part], values[:, part])
         for i, sequence in enumerate(sequences):
             if sequence.ring is not None:
                 sequence.ring.write(index, sequence.total, queries[:, i : i + 1])
@@ -70,13 +78,14 @@ def batch_step(
                 attended[:, i] = _layer_attention(
                     decoder, arena, sequence, index, queries[:, i], keys[:, one], values[:, one], window, attention
                 )
-        hidden = hidden + decoder.attention_output(layer, attended)
-        hidden += decoder.mlp(layer, decoder.mlp_norm(layer, hidden))
+        for part in parts:
+            hidden[part] += decoder.attention_output(layer, attended[:, part])
+            hidden[part] += decoder.mlp(layer, decoder.mlp_norm(layer, hidden[part]))
     if tables is not None:
         tables.advance()
     for sequence, token in zip(sequences, tokens, strict=True):
         sequence.ids.append(token)
-    return decoder.logits(hidden)
+    return torch.cat([decoder.logits(hidden[part]) for part in parts])
 
 
 def _angles(sequences: list[Sequence], device: torch.device) -> tuple[Tensor, Tensor]:

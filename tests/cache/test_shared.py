@@ -118,6 +118,25 @@ def test_the_store_is_exactly_as_large_as_the_arithmetic_says() -> None:
     assert shared.store is store, "nothing had to grow"
 
 
+def test_a_row_moves_with_the_slot_behind_it() -> None:
+    """There `hold` keeps what it gave up last, so that a step can be undone."""
+    shared = SharedArena(LAYOUTS["one dtype"], batch=3)
+    size = arena_size(LAYOUTS["one dtype"], budget=None, tokens=5, new_tokens=1)
+    shared.reserve([size, size])
+    first = shared.admit(size)
+    fill(first, 5, 1, 1, 3)
+    first.settle()
+    second = shared.admit(size)
+    fill(second, 5, 1, 2, 3)
+    second.settle()
+    second.row(1, 1, extra=1)[0][-1] = 77.0
+    shared.release(first)
+    shared.compact()
+    assert second.first == 0
+    assert untouched(second, 2, 3)
+    assert (second.row(1, 1, extra=1)[0][-1] == 77.0).all()
+
+
 def test_a_refusal_names_both_figures_and_changes_nothing() -> None:
     layout = LAYOUTS["one dtype"]
     size = arena_size(layout, budget=None, tokens=20, new_tokens=5)
