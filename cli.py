@@ -27,6 +27,11 @@ EXIT_CODES = (
 COMMANDS = {
     "chat": ("repl", "a conversation at the terminal"),
     "plan": ("plan", "what a run takes in memory, without loading the model"),
+    "eval fidelity": ("eval_fidelity", "how far each policy's cache is from the full one, over many prompts"),
+    "eval needle": ("eval_needle", "whether facts in a long text are found again, by length, depth and policy"),
+    "eval longbench": ("eval_longbench", "LongBench's tasks with its prompts and metrics, per policy and budget"),
+    "eval speed": ("eval_speed", "prefill, decode and peak memory of each policy"),
+    "inspect": ("inspect", "a page that shows what every layer and head kept of one prompt"),
     "policies": ("policies", "the eviction methods: what each reads, costs and can be told"),
     "models": ("models", "the models that have a short name, and which are on this machine"),
     "import-gguf": ("import_gguf", "turn a GGUF file into a model folder"),
@@ -49,7 +54,7 @@ class Parser(argparse.ArgumentParser):
 def build_parser(command: str | None) -> argparse.ArgumentParser:
     """The parser of one command (None: the one-shot); imports that command's module and no other."""
     if command is None:
-        listing = "\n".join(f"  {name:<12} {summary}" for name, (_, summary) in COMMANDS.items())
+        listing = "\n".join(f"  {name:<14} {summary}" for name, (_, summary) in COMMANDS.items())
         parser = Parser(
             prog="cake-infer",
             usage="cake-infer [command] [flags]",
@@ -61,6 +66,11 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
         parser = Parser(prog=f"cake-infer {command}", description=COMMANDS[command][1])
     app(command).add_arguments(parser)
     return parser
+
+
+def command_of(words: Sequence[str]) -> str | None:
+    """The command that a command line begins with, of one word or two; None for the one-shot."""
+    return next((name for n in (2, 1) if (name := " ".join(words[:n])) in COMMANDS), None)
 
 
 def app(command: str | None) -> Any:
@@ -78,7 +88,8 @@ def given_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> set[str
 def main(argv: Sequence[str] | None = None, load: Callable[..., Any] | None = None) -> int:
     """Runs one command and returns its exit code; `load` replaces `Engine.load` in tests."""
     words = list(sys.argv[1:] if argv is None else argv)
-    command = words.pop(0) if words and words[0] in COMMANDS else None
+    command = command_of(words)
+    del words[: len(command.split()) if command else 0]
     try:
         module, parser = app(command), build_parser(command)
         if command is None and words and not words[0].startswith("-"):

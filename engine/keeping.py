@@ -29,10 +29,8 @@ def keep_best(
     merge: Merge | None = None,
 ) -> None:
     """Deal the budget again over the layers read so far, shrink the earlier ones, and keep the best of this one."""
-    floor = min(view.window, view.total)
-    chosen = Chosen(scored, staged, view.total - view.window, floor)
-    caps = tuple(max(min(length, view.sliding_window or length) - floor, 0) for length in staged.lengths)
-    *earlier, lengths = cascade.add(LayerClaim(floor, caps, scored.preference, scored.curve, chosen.rank))
+    chosen = chosen_from(staged, view, scored)
+    *earlier, lengths = deal(staged, view, scored, cascade, chosen)
     for before, shares in enumerate(earlier):
         if merge is not None:
             fold_tails(arena, before, shares, view.window_start, merge)
@@ -42,6 +40,18 @@ def keep_best(
     arena.keep(view.layer, staged, order, lengths, carried)
     if merge is not None:
         fold_evicted(arena, view, staged, order, lengths, carried, merge)
+
+
+def deal(staged: Staged, view: LayerView, scored: LayerScore, cascade: Cascade, chosen: Chosen) -> list[list[int]]:
+    """Add a layer to the cascade; returns the row lengths of all layers read so far, per KV head, this one last."""
+    floor = min(view.window, view.total)
+    caps = tuple(max(min(length, view.sliding_window or length) - floor, 0) for length in staged.lengths)
+    return cascade.add(LayerClaim(floor, caps, scored.preference, scored.curve, chosen.rank))
+
+
+def chosen_from(staged: Staged, view: LayerView, scored: LayerScore) -> Chosen:
+    """The order that a layer's scores give."""
+    return Chosen(scored, staged, view.total - view.window, min(view.window, view.total))
 
 
 def fold_tails(arena: Arena, layer: int, lengths: list[int], window_start: int, merge: Merge) -> None:

@@ -194,7 +194,7 @@ ENGINE_FLAGS = {
         "what decodes: compiled (numba), eager (plain torch), or auto: compiled where it can be",
         choices=STEPS,
     ),
-    "quant": Flag("int8 or int4 weights, packed once into the cache folder; int4 on a CPU only", choices=QUANTS),
+    "quant": Flag("int8 or int4 weights, packed once into the cache folder (CPU)", choices=QUANTS),
 }
 
 # fields that are constants of the method rather than choices of a user

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,17 @@ OnChunk = Callable[[int, int, int], None]  # (layer, tokens of this layer done, 
 SDPA = Sdpa()
 Result = TypeVar("Result")
 Reading = Generator[tuple[int, int, int], None, Result]  # stops with what OnChunk is told
+
+
+class Observer(Protocol):
+    """Looks at every layer of a piece as a policy would, whatever the piece's own policy does with it."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The inputs it reads beyond keys and positions."""
+
+    def layer(self, staged: Staged, view: LayerView) -> None:
+        """A layer that has been read; nothing of it stays valid afterwards."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +76,13 @@ def reading(
     separators: frozenset[int] | None = None,
     attention: Attention = SDPA,
     window_pass: WindowPass | None = None,
+    observer: Observer | None = None,
 ) -> Reading[Tensor]:
     """Feed `ids` int64 `[tokens]` to the sequence in the arena. Returns the last hidden state `[1, hidden]`.
 
     A generator that stops after each (layer, chunk) with what `OnChunk` is told. In between other sequences may be
-    decoded, in this arena's store too: the piece touches nothing outside the arena's span.
+    decoded, in this arena's store too: the piece touches nothing outside the arena's span. An observer needs a sequence
+    with a ring of queries.
 
     Afterwards every layer's rows hold what the policy kept of the old rows and the new tokens, within the sequence's
     budget, packed to the left (`Arena.finish` makes room for decoding). The sequence's ids are extended. If anything
@@ -78,7 +91,10 @@ def reading(
     layers = decoder.config.num_layers
     budget = sequence.budget
     evicting = policy.evicts and budget is not None and sequence.total + ids.shape[0] > budget
-    piece = _piece(decoder, sequence, ids, chunk, attention, policy.needs if evicting else frozenset())
+    needs = policy.needs if evicting else frozenset[str]()
+    if observer is not None:
+        needs |= observer.needs
+    piece = _piece(decoder, sequence, ids, chunk, attention, needs)
     kv_heads = decoder.config.num_kv_heads
     cascade = policy.cascade(layers, kv_heads, budget, window) if evicting and budget is not None else None
     limit = budget if evicting and not policy.late else None
@@ -87,16 +103,21 @@ def reading(
     hidden = decoder.embed(ids)  # [tokens, hidden]
     for index in range(layers):
         staged = arena.stage(index, piece.tokens, piece.first)
-        inputs = _inputs(decoder, index, staged, piece) if cascade is not None else None
+        inputs = _inputs(decoder, index, staged, piece) if cascade is not None or observer is not None else None
         if index == layers - 1 and not piece.needs & ALL_QUERIES:
             hidden = yield from _last_layer(decoder, index, hidden, staged, piece, sequence, window)
         else:
             yield from _whole_layer(decoder, index, hidden, staged, piece, sequence, inputs)
-        if cascade is None or inputs is None or sequence.ring is None:
+        if inputs is None or sequence.ring is None:
             arena.keep(index, staged, None, list(staged.lengths), None)
             continue
         view = _view(decoder, sequence, staged, index, piece, window, inputs, separators)
         view = replace(view, window_pass=window_pass)
+        if observer is not None:
+            observer.layer(staged, view)
+        if cascade is None:
+            arena.keep(index, staged, None, list(staged.lengths), None)
+            continue
         keep_best(arena, staged, view, policy.score(view), cascade, policy.merger)
     sequence.ids.extend(ids.tolist())
     sequence.read = sequence.total
@@ -115,6 +136,7 @@ def read(
     separators: frozenset[int] | None = None,
     attention: Attention = SDPA,
     window_pass: WindowPass | None = None,
+    observer: Observer | None = None,
     on_chunk: OnChunk | None = None,
 ) -> Tensor:
     """`reading` without a pause."""
@@ -129,6 +151,7 @@ def read(
         separators=separators,
         attention=attention,
         window_pass=window_pass,
+        observer=observer,
     )
     return read_through(steps, on_chunk)
 

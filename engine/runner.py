@@ -324,12 +324,21 @@ class Runner:
         if self._cpu_threads is not None:
             torch.set_num_threads(self._cpu_threads)
 
-    def reading(self, arena: Arena, sequence: Sequence, ids: list[int], new_tokens: int) -> prefill.Reading[Tensor]:
+    def reading(
+        self,
+        arena: Arena,
+        sequence: Sequence,
+        ids: list[int],
+        new_tokens: int,
+        *,
+        observer: prefill.Observer | None = None,
+    ) -> prefill.Reading[Tensor]:
         """Read a piece into an arena, pausing after each (layer, chunk), and make room for a reply there.
 
         Returns the next token's logits fp32 `[vocab]`. Goes on under `torch.inference_mode` only.
         """
         policy = self.policy(sequence.budget)
+        needs = policy.needs if observer is None else policy.needs | observer.needs
         hidden = yield from prefill.reading(
             self.decoder,
             arena,
@@ -339,8 +348,9 @@ class Runner:
             window=self.cache.window,
             chunk=self.chunk,
             attention=self.attention,
-            separators=self.separators if "separators" in policy.needs else None,
+            separators=self.separators if "separators" in needs else None,
             window_pass=self._window_pass,
+            observer=observer,
         )
         length = arena.length
         headroom = np.full_like(length, new_tokens)

@@ -13,6 +13,7 @@ STAGES = {
     "download": "downloading",
     "tokenize": "counting",
     "prefill": "reading",
+    "evaluate": "measuring",
     "compile": "compiling",
     "import": "importing",
 }

@@ -1,0 +1,165 @@
+"""What the comparing commands share: which policies at which budgets, on which rows, and where results go."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...cache.budget import Budget
+from ...cache.config import CacheConfig
+from ...errors import OptionError
+from ..evaluation.combination import Combination, budgets, combinations
+from ..evaluation.ledger import KEY
+from ..options import positive_count
+from .console import Console
+from .loading import DEFAULT_MODEL, add_model_arguments
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..evaluation.encoding import EncodedRow
+    from ..evaluation.rows import Row
+
+__all__ = ["KEY", "Comparison"]
+
+DEFAULT_POLICIES = ("cake", "snapkv", "streaming-llm")
+DEFAULT_BUDGETS = ("3.2%", "6.25%", "12.5%")
+SHARED = ("window", "kv_dtype")  # what all policies of a comparison have in common
+
+
+def add_comparison_arguments(
+    parser: argparse.ArgumentParser,
+    *,
+    policies: Sequence[str] = DEFAULT_POLICIES,
+    budgets: Sequence[str] = DEFAULT_BUDGETS,
+    baseline: bool = True,
+    out: str = "cake-eval",
+    what: str = "FOLDER",
+) -> None:
+    """Policies, budgets, the model, and where results go."""
+    group = parser.add_argument_group("comparison")
+    group.add_argument(
+        "--policy",
+        dest="policies",
+        metavar="SPEC",
+        nargs="+",
+        default=list(policies),
+        help="policies, each NAME or NAME,PART=NAME,OPTION=VALUE, as in snapkv,allocation=cake or cake,heads=adaptive "
+        f"(default {' '.join(policies)})",
+    )
+    group.add_argument(
+        "--budget",
+        dest="budgets",
+        metavar="N",
+        nargs="+",
+        default=list(budgets),
+        help="budgets, in tokens per layer and KV head or in %% of the prompt "
+        f"(default {' '.join(budgets).replace('%', '%%')})",
+    )
+    if baseline:
+        group.add_argument(
+            "--baseline", metavar="SPEC", help="the policy that the others are compared with (default the first one)"
+        )
+    more = "; a rerun continues" if what == "FOLDER" else ""
+    group.add_argument("--out", metavar=what, default=out, help=f"where results go{more} (default {out})")
+    own = tuple(field.name for field in fields(CacheConfig) if field.name not in SHARED)
+    add_model_arguments(parser, skip=own)
+    parser.set_defaults(policy="full")
+
+
+def add_row_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where prompts come from, and what is done with them."""
+    group = parser.add_argument_group("prompts")
+    group.add_argument(
+        "--rows",
+        metavar="PATH",
+        nargs="+",
+        required=True,
+        help="JSONL files, or folders of them: LongBench's rows (context, input, answers), or prompt and answer",
+    )
+    group.add_argument("--limit", metavar="N", type=positive_count, help="at most so many rows of each file")
+    group.add_argument(
+        "--max-prompt", metavar="N", type=positive_count, help="longer prompts lose their middle (default the context)"
+    )
+    group.add_argument(
+        "--question",
+        choices=("inside", "after"),
+        default="inside",
+        help="whether the question is in the prompt that is compressed, or comes after compression (default inside)",
+    )
+    group.add_argument("--raw", action="store_true", help="no chat template")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The flags, read and checked."""
+
+    policies: list[Combination]
+    budgets: list[Budget]
+    baseline: str
+    model: str
+    out: Path
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Comparison:
+        """Raises OptionError or BudgetError."""
+        policies = combinations(args.policies, args.window)
+        names = [one.text for one in policies]
+        given = getattr(args, "baseline", None)
+        baseline = names[0] if given is None else Combination.parse(given, args.window).text
+        if baseline not in names:
+            raise OptionError(f"the baseline {baseline} is not among the policies {', '.join(names)}")
+        name = args.random_weights or args.model or DEFAULT_MODEL
+        stored = args.quant or args.dtype or "as stored"
+        kept = f", KV {args.kv_dtype}" if args.kv_dtype else ""
+        return cls(policies, budgets(args.budgets, args.window), baseline, f"{name} ({stored}{kept})", Path(args.out))
+
+    @property
+    def names(self) -> list[str]:
+        return [one.text for one in self.policies]
+
+
+def comparison_conflict(args: argparse.Namespace, given: set[str]) -> str | None:
+    """Why these flags do not go together, or None."""
+    if args.random_weights is not None:
+        for name in ("model", "revision"):
+            if name in given:
+                return f"--{name} has no effect with --random-weights"
+    Comparison.of(args)
+    return None
+
+
+def base_key(what: str, args: argparse.Namespace, comparison: Comparison) -> dict[str, Any]:
+    """The key fields that all results of a run share; a command adds its own."""
+    return {
+        "what": what,
+        "model": comparison.model,
+        "question": args.question,
+        "window": args.window,
+        "new_tokens": 0,
+        "answer_limit": 0,
+    }
+
+
+def console_progress(console: Console) -> Callable[[int, int, str], None]:
+    """A campaign's progress as a bar."""
+    return lambda done, total, title: console.progress.update("evaluate", done, total, title)
+
+
+def encode_rows(
+    engine: Engine, args: argparse.Namespace, rows: Sequence[Row], after: int, answer_tokens: int, console: Console
+) -> list[tuple[Row, EncodedRow]]:
+    """The rows as ids, with room for `after` more tokens in the context; says how many lost their middle."""
+    from ..evaluation.encoding import encode_row
+
+    room = engine.context - after
+    limit = min(args.max_prompt or room, room)
+    found = [
+        (row, encode_row(engine, row, args.question, limit=limit, answer_tokens=answer_tokens, raw=args.raw))
+        for row in rows
+    ]
+    if cut := sum(one.cut > 0 for _, one in found):
+        console.notice(f"{cut} of {len(found)} prompts have more than {limit:,} tokens and lost their middle")
+    return found

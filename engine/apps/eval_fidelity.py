@@ -1,0 +1,123 @@
+"""`cake-infer eval fidelity`: how far each policy's cache is from the full one, over many prompts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ..evaluation.ledger import Ledger
+from ..evaluation.rows import Row, read_rows
+from ..evaluation.summary import Measure, rows, summarise
+from ..evaluation.table import show
+from ..options import positive_count
+from .comparison import (
+    KEY,
+    Comparison,
+    add_comparison_arguments,
+    add_row_arguments,
+    base_key,
+    comparison_conflict,
+    console_progress,
+    encode_rows,
+)
+from .console import Console
+from .loading import Load, add_output_arguments, open_engine
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..evaluation.study import Cell
+    from ..prefill import OnChunk
+
+MEASURES = (
+    Measure("kl", "KL (nats)", 4),
+    Measure("top1", "top-1 (%)", 1, lower=False, scale=100.0),
+    Measure("answer_loss", "answer loss (nats/token)", 3),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this command."""
+    add_row_arguments(parser)
+    group = parser.add_argument_group("measure")
+    group.add_argument(
+        "--tokens",
+        metavar="N",
+        type=positive_count,
+        default=64,
+        help="most tokens of the full cache's continuation (default 64)",
+    )
+    group.add_argument(
+        "--answer-tokens", metavar="N", type=positive_count, default=64, help="most tokens of an answer (default 64)"
+    )
+    add_comparison_arguments(parser)
+    add_output_arguments(parser.add_argument_group("output"))
+
+
+def conflict(args: argparse.Namespace, given: set[str]) -> str | None:
+    """Why these flags do not go together, or None."""
+    return comparison_conflict(args, given)
+
+
+def run(args: argparse.Namespace, load: Load | None = None) -> int:
+    """Measure what is missing in the results, then print and write the report."""
+    comparison = Comparison.of(args)
+    found = read_rows(args.rows, args.limit)
+    with Console(quiet=args.quiet, verbose=args.verbose) as console:
+        ledger = Ledger(comparison.out / "fidelity.jsonl", KEY)
+        with open_engine(args, console, load) as engine:
+            records = measure(engine, args, comparison, found, ledger, console)
+        report(records, args, comparison, console)
+    return 0
+
+
+def measure(
+    engine: Engine,
+    args: argparse.Namespace,
+    comparison: Comparison,
+    found: Sequence[Row],
+    ledger: Ledger,
+    console: Console,
+) -> list[dict[str, Any]]:
+    """The records of this run, old ones and new ones."""
+    from ..evaluation import fidelity
+    from ..evaluation.campaign import Campaign, Item
+
+    after = max(args.tokens, args.answer_tokens)
+    items = [
+        Item(row.name, encoded, {"task": row.task})
+        for row, encoded in encode_rows(engine, args, found, after, args.answer_tokens, console)
+    ]
+
+    def compute(item: Item, cells: list[Cell], on_chunk: OnChunk) -> list[dict[str, Any]]:
+        one = item.encoded
+        example = fidelity.Example(one.prefix, one.suffix, one.answer)
+        results = fidelity.fidelity(
+            engine.runner, example, cells, tokens=args.tokens, stop_ids=engine.stop_ids, on_chunk=on_chunk
+        )
+        return [asdict(result) for result in results]
+
+    base = base_key("fidelity", args, comparison) | {"new_tokens": args.tokens, "answer_limit": args.answer_tokens}
+    campaign = Campaign(
+        engine, ledger, comparison.policies, comparison.budgets, base, console.notice, console_progress(console)
+    )
+    return campaign.run(items, compute, after=2 * after)
+
+
+def report(
+    records: Sequence[dict[str, Any]], args: argparse.Namespace, comparison: Comparison, console: Console
+) -> None:
+    """The tables on standard output, and plots and a page beside the results."""
+    from ..evaluation.report import write_report
+
+    budgets = [str(budget) for budget in comparison.budgets]
+    entries = summarise(records, MEASURES, comparison.names, budgets, comparison.baseline)
+    tables = []
+    for budget in budgets:
+        title = f"budget {budget}, question {args.question}, {comparison.model}"
+        header, cells = rows([one for one in entries if one.budget == budget], MEASURES, comparison.baseline)
+        tables.append((title, header, cells))
+        console.text(show(title, header, cells) + "\n")
+    page = write_report(comparison.out, f"fidelity-{args.question}", comparison.model, MEASURES, entries, tables)
+    console.notice(f"wrote {page}")

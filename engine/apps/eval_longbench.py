@@ -1,0 +1,146 @@
+"""`cake-infer eval longbench`: LongBench's tasks with its prompts, truncation and metrics, per policy and budget."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..evaluation.ledger import Ledger
+from ..evaluation.longbench import NEW_TOKENS
+from ..evaluation.rows import Row, read_rows
+from ..evaluation.summary import Measure, rows, summarise
+from ..evaluation.table import show
+from ..options import positive_count
+from .comparison import (
+    KEY,
+    Comparison,
+    add_comparison_arguments,
+    add_row_arguments,
+    base_key,
+    comparison_conflict,
+    console_progress,
+    encode_rows,
+)
+from .console import Console
+from .loading import Load, add_output_arguments, open_engine
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..evaluation.campaign import Item
+    from ..evaluation.study import Cell
+    from ..prefill import OnChunk
+
+MEASURES = (Measure("score", "score", 2, lower=False, scale=100.0),)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this command."""
+    add_row_arguments(parser)
+    group = parser.add_argument_group("replies")
+    group.add_argument(
+        "--tokens", metavar="N", type=positive_count, help="most tokens of a reply (default the task's official number)"
+    )
+    add_comparison_arguments(parser)
+    add_output_arguments(parser.add_argument_group("output"))
+
+
+def conflict(args: argparse.Namespace, given: set[str]) -> str | None:
+    """Why these flags do not go together, or None."""
+    return comparison_conflict(args, given)
+
+
+def run(args: argparse.Namespace, load: Load | None = None) -> int:
+    """Write the replies that are missing in the results, score them, then print and write the report."""
+    from ..evaluation.metrics import check_libraries
+
+    comparison = Comparison.of(args)
+    found = read_rows(args.rows, args.limit)
+    check_libraries(sorted({row.task for row in found}))
+    with Console(quiet=args.quiet, verbose=args.verbose) as console:
+        ledger = Ledger(comparison.out / "longbench.jsonl", KEY)
+        with open_engine(args, console, load) as engine:
+            records = measure(engine, args, comparison, found, ledger, console)
+        report(records, args, comparison, console)
+    return 0
+
+
+def measure(
+    engine: Engine,
+    args: argparse.Namespace,
+    comparison: Comparison,
+    found: Sequence[Row],
+    ledger: Ledger,
+    console: Console,
+) -> list[dict[str, Any]]:
+    """The records of this run, old ones and new ones."""
+    from ..evaluation.campaign import Campaign, Item
+    from ..evaluation.metrics import score
+    from ..evaluation.replies import greedy_reply
+    from ..evaluation.study import read
+
+    tokenizer = engine.text_tokenizer()
+    longest = {row.task: args.tokens or NEW_TOKENS[row.task] for row in found}
+    by_name = {row.name: row for row in found}
+    after = max(longest.values())
+    items = [
+        Item(row.name, encoded, {"task": row.task})
+        for row, encoded in encode_rows(engine, args, found, after, 64, console)
+    ]
+
+    def compute(item: Item, cells: list[Cell], on_chunk: OnChunk) -> list[dict[str, Any]]:
+        row, suffix = by_name[item.name], list(item.encoded.suffix)
+        tokens = longest[row.task]
+        reading = read(
+            engine.runner, list(item.encoded.prefix), cells, new_tokens=len(suffix) + tokens, on_chunk=on_chunk
+        )
+
+        def ended(ids: list[int]) -> bool:
+            """samsum's replies are one line."""
+            return row.task == "samsum" and "\n" in tokenizer.decode(ids[-1:])
+
+        results = []
+        for kept in reading.kept:
+            ids = greedy_reply(engine.runner, reading, kept, suffix, tokens, stop_ids=engine.stop_ids, ended=ended)
+            reply = tokenizer.decode(ids)
+            results.append({"reply": reply, "score": score(row.task, reply, row.answers, row.classes)})
+        return results
+
+    base = base_key("longbench", args, comparison) | {"new_tokens": args.tokens or 0}
+    campaign = Campaign(
+        engine, ledger, comparison.policies, comparison.budgets, base, console.notice, console_progress(console)
+    )
+    return campaign.run(items, compute, after=after)
+
+
+def report(
+    records: Sequence[dict[str, Any]], args: argparse.Namespace, comparison: Comparison, console: Console
+) -> None:
+    """The tables on standard output, and plots and a page beside the results."""
+    from ..evaluation.report import write_report
+
+    budgets = [str(budget) for budget in comparison.budgets]
+    tasks = list(dict.fromkeys(record["task"] for record in records))
+    entries = summarise(records, MEASURES, comparison.names, budgets, comparison.baseline)
+    tables = []
+    for budget in budgets:
+        title = f"all rows, budget {budget}, question {args.question}, {comparison.model}"
+        header, cells = rows([one for one in entries if one.budget == budget], MEASURES, comparison.baseline)
+        tables.append((title, header, cells))
+        lines = []
+        for policy in comparison.names:
+            means = []
+            for task in tasks:
+                scores = [
+                    one["score"]
+                    for one in records
+                    if (one["task"], one["policy"], one["budget"]) == (task, policy, budget)
+                ]
+                means.append(100 * sum(scores) / len(scores) if scores else float("nan"))
+            lines.append([policy, *(f"{mean:.2f}" for mean in means), f"{sum(means) / len(means):.2f}"])
+        tables.append((f"by task, budget {budget}", ["policy", *tasks, "mean of tasks"], lines))
+    for title, header, cells in tables:
+        console.text(show(title, header, cells) + "\n")
+    name = f"longbench-{args.question}"
+    page = write_report(comparison.out, name, comparison.model, MEASURES, entries, tables)
+    console.notice(f"wrote {page}")

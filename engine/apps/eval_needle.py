@@ -1,0 +1,210 @@
+"""`cake-infer eval needle`: are facts in a long text found again, by length, depth, policy and budget?"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...errors import OptionError
+from ..evaluation.haystack import Hunt, Needle, haystack, hide, magic_numbers, sentences
+from ..evaluation.ledger import Ledger
+from ..evaluation.rows import Row
+from ..evaluation.summary import Measure, rows, summarise
+from ..evaluation.table import show
+from ..options import not_empty, positive_count
+from .comparison import (
+    KEY,
+    Comparison,
+    add_comparison_arguments,
+    base_key,
+    comparison_conflict,
+    console_progress,
+)
+from .console import Console
+from .loading import Load, add_output_arguments, open_engine
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..evaluation.campaign import Item
+    from ..evaluation.study import Cell
+    from ..prefill import OnChunk
+
+MEASURES = (Measure("score", "found (%)", 1, lower=False, scale=100.0),)
+LENGTHS, DEPTHS = (1024, 2048, 4096), (0, 25, 50, 75, 100)
+BEFORE = "Read the text and answer the question after it.\n\n"
+OWN = ("needle", "needle_question", "needle_answer")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this command."""
+    group = parser.add_argument_group("haystack")
+    group.add_argument(
+        "--text", metavar="FILE", nargs="+", help="the haystack, instead of the built-in filler; repeated if too short"
+    )
+    group.add_argument(
+        "--lengths",
+        metavar="N",
+        nargs="+",
+        type=positive_count,
+        default=list(LENGTHS),
+        help=f"tokens of the haystack (default {' '.join(map(str, LENGTHS))})",
+    )
+    group.add_argument(
+        "--depths",
+        metavar="PERCENT",
+        nargs="+",
+        type=depth,
+        default=list(DEPTHS),
+        help=f"where the first needle is, 0 to 100 (default {' '.join(map(str, DEPTHS))})",
+    )
+    group.add_argument("--needles", metavar="N", type=positive_count, default=1, help="built-in needles (default 1)")
+    group.add_argument(
+        "--repeats", metavar="N", type=positive_count, default=1, help="haystacks of each length and depth (default 1)"
+    )
+    group.add_argument(
+        "--needle", metavar="TEXT", type=not_empty, help="a needle of your own; with both of the next two"
+    )
+    group.add_argument("--needle-question", metavar="TEXT", type=not_empty, help="what is asked about it")
+    group.add_argument("--needle-answer", metavar="TEXT", type=not_empty, help="the words that a reply must have")
+    group.add_argument(
+        "--question",
+        choices=("inside", "after"),
+        default="inside",
+        help="whether the question is in the prompt that is compressed, or comes after compression (default inside)",
+    )
+    group.add_argument(
+        "--tokens", metavar="N", type=positive_count, default=32, help="most tokens of a reply (default 32)"
+    )
+    group.add_argument("--raw", action="store_true", help="no chat template")
+    add_comparison_arguments(parser)
+    add_output_arguments(parser.add_argument_group("output"))
+
+
+def depth(text: str) -> float:
+    """0 to 100."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is no depth from 0 to 100 percent")
+    return value
+
+
+def conflict(args: argparse.Namespace, given: set[str]) -> str | None:
+    """Why these flags do not go together, or None."""
+    own = [name for name in OWN if getattr(args, name) is not None]
+    if own and len(own) < len(OWN):
+        return "--needle, --needle-question and --needle-answer belong together: give all three"
+    if own and "needles" in given:
+        return "--needles has no effect with a --needle of your own"
+    return comparison_conflict(args, given)
+
+
+def run(args: argparse.Namespace, load: Load | None = None) -> int:
+    """Hunt for what is missing in the results, then print and write the report."""
+    from .prompt import read_document
+
+    comparison = Comparison.of(args)
+    hay = [one for file in args.text for one in sentences(read_document(file))] if args.text else None
+    with Console(quiet=args.quiet, verbose=args.verbose) as console:
+        ledger = Ledger(comparison.out / "needle.jsonl", KEY)
+        with open_engine(args, console, load) as engine:
+            records = measure(engine, args, comparison, hay, ledger, console)
+        report(records, args, comparison, console)
+    return 0
+
+
+def hunt_of(args: argparse.Namespace, seed: int) -> Hunt:
+    """The needles of one haystack."""
+    if args.needle is None:
+        return magic_numbers(args.needles, seed)
+    return Hunt((Needle(args.needle, args.needle_answer),), args.needle_question)
+
+
+def measure(
+    engine: Engine,
+    args: argparse.Namespace,
+    comparison: Comparison,
+    hay: Sequence[str] | None,
+    ledger: Ledger,
+    console: Console,
+) -> list[dict[str, Any]]:
+    """The records of this run, old ones and new ones."""
+    from ..evaluation.campaign import Campaign, Item
+    from ..evaluation.encoding import encode_row
+    from ..evaluation.replies import greedy_reply
+    from ..evaluation.study import read
+
+    tokenizer = engine.text_tokenizer()
+    room = engine.context - args.tokens
+    hunts: dict[str, Hunt] = {}
+    items = []
+    for length in args.lengths:
+        for repeat in range(args.repeats):
+            straw = haystack(hay, length, repeat, lambda text: len(tokenizer.encode(text, add_bos=False)))
+            for at in args.depths:
+                hunt = hunt_of(args, seed=repeat * 1000 + length)
+                text = BEFORE + hide(straw, hunt, at / 100)
+                name = f"{length} tokens, depth {at:g}%, haystack {repeat}"
+                row = Row(name, "needle", text, f"\n\n{hunt.question}", (hunt.answer,))
+                encoded = encode_row(engine, row, args.question, limit=room, answer_tokens=64, raw=args.raw)
+                if encoded.cut:
+                    raise OptionError(
+                        f"a haystack of {length:,} tokens with its question does not fit the context of "
+                        f"{engine.context:,}: give shorter lengths"
+                    )
+                hunts[name] = hunt
+                items.append(Item(name, encoded, {"length": length, "depth": at, "needles": len(hunt.needles)}))
+
+    def compute(item: Item, cells: list[Cell], on_chunk: OnChunk) -> list[dict[str, Any]]:
+        suffix = list(item.encoded.suffix)
+        reading = read(
+            engine.runner, list(item.encoded.prefix), cells, new_tokens=len(suffix) + args.tokens, on_chunk=on_chunk
+        )
+        found = []
+        for kept in reading.kept:
+            ids = greedy_reply(engine.runner, reading, kept, suffix, args.tokens, stop_ids=engine.stop_ids)
+            reply = tokenizer.decode(ids)
+            found.append({"reply": reply, "score": hunts[item.name].score(reply)})
+        return found
+
+    base = base_key("needle", args, comparison) | {"new_tokens": args.tokens}
+    campaign = Campaign(
+        engine, ledger, comparison.policies, comparison.budgets, base, console.notice, console_progress(console)
+    )
+    return campaign.run(items, compute, after=args.tokens)
+
+
+def report(
+    records: Sequence[dict[str, Any]], args: argparse.Namespace, comparison: Comparison, console: Console
+) -> None:
+    """The tables on standard output, and heat maps and a page beside the results."""
+    from ..evaluation.heatmap import grid, heat_map
+    from ..evaluation.report import write_report
+
+    budgets = [str(budget) for budget in comparison.budgets]
+    entries = summarise(records, MEASURES, comparison.names, budgets, comparison.baseline)
+    tables, images = [], []
+    for budget in budgets:
+        title = f"needles found, budget {budget}, question {args.question}, {comparison.model}"
+        header, cells = rows([one for one in entries if one.budget == budget], MEASURES, comparison.baseline)
+        tables.append((title, header, cells))
+        grids = {
+            policy: grid([one for one in records if one["policy"] == policy and one["budget"] == budget])
+            for policy in comparison.names
+        }
+        for policy, found in grids.items():
+            head = [f"{policy}, {budget}", *(f"{length:,}" for length in found.lengths)]
+            body = [
+                [f"depth {at:g}%", *(f"{100 * value:.0f}" for value in line)]
+                for at, line in zip(found.depths, found.values, strict=True)
+            ]
+            tables.append((f"found (%) by depth and length: {policy}, budget {budget}", head, body))
+        images.append((f"map-{budget.replace('%', 'pc')}", heat_map(grids, budget)))
+    for title, header, cells in tables:
+        console.text(show(title, header, cells) + "\n")
+    name = f"needle-{args.question}"
+    page = write_report(comparison.out, name, comparison.model, MEASURES, entries, tables, images=images)
+    console.notice(f"wrote {page}")

@@ -1,0 +1,93 @@
+"""`cake-infer inspect`: a page that shows, for one prompt, what every layer and head kept of it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...errors import CakeError
+from .comparison import DEFAULT_BUDGETS, Comparison, add_comparison_arguments, comparison_conflict
+from .console import Console
+from .loading import Load, add_output_arguments, open_engine
+from .prompt import Prompt, read_prompt
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+DEFAULT_PAGE = "inspect.html"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this command."""
+    text = parser.add_argument_group("prompt")
+    text.add_argument("--prompt", metavar="TEXT", help="the question; it follows the documents after a blank line")
+    text.add_argument(
+        "--prompt-file",
+        metavar="FILE",
+        action="append",
+        help="a UTF-8 document, - for standard input; may be given several times",
+    )
+    text.add_argument("--system", metavar="TEXT", help="the system prompt")
+    text.add_argument("--raw", action="store_true", help="the text as it stands, without chat template")
+    add_comparison_arguments(
+        parser, policies=("cake",), budgets=DEFAULT_BUDGETS[1:2], baseline=False, out=DEFAULT_PAGE, what="FILE"
+    )
+    add_output_arguments(parser.add_argument_group("output"))
+
+
+def conflict(args: argparse.Namespace, given: set[str]) -> str | None:
+    """Why these flags do not go together, or None."""
+    if args.raw and args.system is not None:
+        return "--system has no effect with --raw: write it into the text"
+    return comparison_conflict(args, given)
+
+
+def run(args: argparse.Namespace, load: Load | None = None) -> int:
+    """Read the prompt once and write the page."""
+    args.prompt_tokens = None
+    comparison = Comparison.of(args)
+    with Console(quiet=args.quiet, verbose=args.verbose) as console:
+        prompt = read_prompt(args, console) or Prompt()
+        with open_engine(args, console, load) as engine:
+            page = render(engine, prompt.ids(engine), comparison, console)
+        try:
+            comparison.out.parent.mkdir(parents=True, exist_ok=True)
+            Path(comparison.out).write_text(page, encoding="utf-8")
+        except OSError as error:
+            raise CakeError(f"cannot write {comparison.out}: {error.strerror or error}") from error
+        console.notice(f"wrote {comparison.out}: open it in a browser")
+    return 0
+
+
+def render(engine: Engine, ids: list[int], comparison: Comparison, console: Console) -> str:
+    """The page as text."""
+    from ..evaluation.combination import make_cell
+    from ..evaluation.inspection import shown_cell, token_texts
+    from ..evaluation.inspection_page import inspection_page
+    from ..evaluation.memory import check_study
+    from ..evaluation.study import read
+
+    pairs = [(policy, budget) for policy in comparison.policies for budget in comparison.budgets]
+    configs = [policy.config for policy in comparison.policies]
+    console.notice(check_study(engine, len(ids), 1, configs, len(comparison.budgets)))
+    cells = [make_cell(engine.runner, policy, budget, len(ids)) for policy, budget in pairs]
+    layers, heads = engine.config.num_layers, engine.config.num_kv_heads
+
+    def on_chunk(layer: int, done: int, total: int) -> None:
+        console.progress.update("prefill", layer * total + done, layers * total, f"layer {layer + 1}/{layers}")
+
+    reading = read(engine.runner, ids, cells, new_tokens=1, on_chunk=on_chunk)
+    texts, control = token_texts(engine.text_tokenizer(), ids)
+    data = {
+        "tokens": texts,
+        "control": control,
+        "window": engine.cache.window,
+        "layers": layers,
+        "heads": heads,
+        "cells": [
+            shown_cell(policy.text, str(budget), kept, len(ids), layers, heads)
+            for (policy, budget), kept in zip(pairs, reading.kept, strict=True)
+        ],
+    }
+    return inspection_page(f"What {comparison.model.split(' (')[0]} keeps", data)

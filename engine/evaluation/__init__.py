@@ -1,0 +1,1 @@
+"""Comparing eviction policies: one prefill per prompt, then every policy and budget on what it left."""

@@ -1,0 +1,74 @@
+"""Policies as the comparing commands spell them: a name, and what differs from it. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...cache.budget import Budget
+from ...cache.config import CacheConfig
+from ...errors import OptionError
+
+if TYPE_CHECKING:
+    from ..runner import Runner
+    from .study import Cell
+
+PARTS = ("indicator", "allocation", "heads", "merge")
+
+
+@dataclass(frozen=True)
+class Combination:
+    """`cake`, `snapkv,allocation=cake`, `cake,heads=adaptive,gamma=100`: a policy and its name in tables."""
+
+    text: str
+    config: CacheConfig
+
+    @classmethod
+    def parse(cls, text: str, window: int) -> Combination:
+        """Raises OptionError for an unknown name, part or option, and for a policy that merges."""
+        name, *changes = (part.strip() for part in text.split(","))
+        parts: dict[str, str] = {}
+        options: dict[str, object] = {}
+        for change in changes:
+            key, equals, value = (piece.strip() for piece in change.partition("="))
+            if not key or not equals or not value:
+                raise OptionError(f"cannot read the policy {text!r}: give NAME or NAME,PART=NAME,OPTION=VALUE")
+            if key in parts or key in options:
+                raise OptionError(f"the policy {text!r} gives {key} twice")
+            (parts if key in PARTS else options)[key] = value
+        config = CacheConfig(policy=name, window=window, policy_options=options, **parts)  # type: ignore[arg-type]
+        if config.choice is not None and config.choice.merge.name != "none":
+            raise OptionError(
+                f"the policy {text!r} folds evicted values into kept ones, and no other prefill can stand for its own: "
+                "compare it with merge=none"
+            )
+        return cls(",".join([name, *(change.replace(" ", "") for change in changes)]), config)
+
+
+def combinations(texts: list[str], window: int) -> list[Combination]:
+    """Several, each once."""
+    found = [Combination.parse(text, window) for text in texts]
+    names = [one.text for one in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise OptionError(f"the policy {name!r} is given twice")
+    return found
+
+
+def budgets(texts: list[str], window: int) -> list[Budget]:
+    """Several, each once; raises BudgetError for one below the window, or that does not parse."""
+    found = [Budget.parse(text) for text in texts]
+    for budget in found:
+        budget.tokens(1, window)
+        if found.count(budget) > 1:
+            raise OptionError(f"the budget {budget} is given twice")
+    return found
+
+
+def make_cell(runner: Runner, combination: Combination, budget: Budget, prompt_tokens: int) -> Cell:
+    """What a prefill of so many tokens would be told."""
+    from ...cache.policies import make_policy
+    from .study import Cell
+
+    tokens = budget.tokens(prompt_tokens, runner.cache.window)
+    return Cell(make_policy(combination.config, runner.model, tokens), tokens)

@@ -1,0 +1,54 @@
+"""What a comparison takes in memory, said and checked before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ...cache.budget import size_text
+from ...cache.config import CacheConfig
+from ..available import available_memory
+from ..memory import check_memory, plan_run, weights_of
+from .replay import ROWS_AT_ONCE
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+FP32, INT64 = 4, 8
+
+
+def check_study(engine: Engine, tokens: int, after: int, policies: Sequence[CacheConfig], budgets: int) -> str:
+    """A line that says what the longest prompt needs: `tokens` read, `after` fed on top of them.
+
+    Raises MemoryLimit if it does not fit.
+    """
+    config, chunk = engine.config, engine.chunk
+    weights, stored = weights_of(
+        None if engine.random_weights else engine.model_path, config, engine.dtype, engine.quant
+    )
+    plan = plan_run(
+        config,
+        engine.cache,
+        weights=weights,
+        stored=stored,
+        prompt_tokens=tokens,
+        new_tokens=after,
+        chunk=chunk,
+        device=engine.device,
+    )
+    rows = config.num_layers * config.num_kv_heads
+    scores = len(policies) * config.num_kv_heads * tokens * (FP32 + INT64)
+    orders = len(policies) * rows * tokens * INT64
+    queries = config.num_layers * engine.cache.window * config.num_heads * config.head_dim * FP32
+    wide = 2 * config.hidden_size + 2 * config.intermediate_size + 3 * config.num_heads * config.head_dim
+    fed = max(ROWS_AT_ONCE, 2 * after) * wide * FP32
+    logits = 4 * 2 * after * config.vocab_size * FP32
+    own = scores + orders + queries + fed + logits
+    # the weights are there already; the rest has to find room
+    check_memory(replace(plan, weights=0, chunk=plan.chunk + own), available_memory(str(engine.device)))
+    return (
+        f"the longest prompt has {tokens:,} tokens; with {len(policies)} policies at {budgets} budgets it needs "
+        f"{size_text(plan.total + own)}: weights {size_text(weights)}, its full cache {size_text(plan.arena)}, the "
+        f"rest {size_text(plan.total + own - weights - plan.arena)}"
+    )

@@ -1,0 +1,212 @@
+"""One prefill under many policies: the full cache is kept, and each policy says what it would have kept of it.
+
+Every layer is scored while it is read, with the same views, the same scores and the same cascade as a prefill with that
+policy, so that the kept tokens are those of that prefill. A layer is scored once for all budgets, and an indicator once
+for all allocations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...cache.arena import Staged
+from ...cache.cascade import Cascade
+from ...cache.policies.base import Indicator, LayerScore, Policy
+from ...cache.policies.composed import ComposedPolicy
+from ...cache.view import LayerView
+from .. import prefill
+from ..keeping import Chosen, chosen_from, deal
+from ..prefill import OnChunk
+from ..runner import Runner
+from ..sequence import QueryRing
+from ..sequence import Sequence as TextSequence
+
+
+class Kept:
+    """What one policy keeps of a full cache.
+
+    orders: per layer int64 `[kv_heads, >= length]`, the columns most worth keeping first; columns of a prompt read in
+    one piece are positions. lengths: per layer and KV head.
+    """
+
+    def __init__(self) -> None:
+        self.orders: list[Tensor] = []
+        self.lengths: list[list[int]] = []
+        self.preferences: list[float | tuple[float, ...]] = []
+
+    def add(self, order: Tensor, lengths: list[list[int]]) -> None:
+        """Take a further layer's order, and the lengths of all layers with it."""
+        self.orders.append(order)
+        self.lengths = lengths
+
+    def columns(self, layer: int, head: int) -> Tensor:
+        """int64 `[length]`: the kept columns of one row, the most worth keeping first."""
+        return self.orders[layer][head, : self.lengths[layer][head]]
+
+    def agrees(self, layer: int) -> bool:
+        """Whether the heads of a layer keep equally many."""
+        return len(set(self.lengths[layer])) == 1
+
+    @property
+    def slots(self) -> int:
+        return sum(sum(row) for row in self.lengths)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One policy with one budget in tokens per layer and KV head; None keeps everything."""
+
+    policy: Policy
+    budget: int | None
+
+
+@dataclass
+class Reading:
+    """A prompt that has been read: its full cache is in the runner's arena, `sequence` active.
+
+    logits: fp32 `[vocab]` of the token after it. kept: for each cell what it keeps, None for everything. room: tokens
+    that may still be fed.
+    """
+
+    sequence: TextSequence
+    tokens: int
+    logits: Tensor
+    kept: list[Kept | None]
+    room: int
+
+
+class Study:
+    """Watches a prefill that evicts nothing and runs every cell's cascade over it; see `prefill.reading`."""
+
+    def __init__(self, cells: Sequence[Cell], tokens: int, *, num_layers: int, kv_heads: int, window: int) -> None:
+        """`tokens`: the length of the prompt; a cell whose budget holds all of it keeps everything."""
+        self.kept: list[Kept | None] = []
+        self._active: list[_Active] = []
+        for cell in cells:
+            evicting = cell.policy.evicts and cell.budget is not None and tokens > cell.budget
+            if not evicting or cell.budget is None:
+                self.kept.append(None)
+                continue
+            cascade = cell.policy.cascade(num_layers, kv_heads, cell.budget, window)
+            active = _Active(cell.policy, cascade)
+            self._active.append(active)
+            self.kept.append(active.kept)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Everything that any of the policies asks for."""
+        return frozenset[str]().union(*(active.policy.needs for active in self._active))
+
+    def layer(self, staged: Staged, view: LayerView) -> None:
+        """Take a layer that has been read."""
+        found = _LayerScores(staged, view)
+        for active in self._active:
+            scored, chosen = found.of(active.policy)
+            lengths = deal(staged, view, scored, active.cascade, chosen)
+            active.kept.add(chosen.order(lengths[-1]), lengths)
+            active.kept.preferences.append(scored.preference)
+
+
+@dataclass
+class _Active:
+    """A policy that evicts, its cascade and what it keeps."""
+
+    policy: Policy
+    cascade: Cascade
+    kept: Kept = field(default_factory=Kept)
+
+
+class _LayerScores:
+    """The scores of one layer, each worked out once however many policies share it."""
+
+    def __init__(self, staged: Staged, view: LayerView) -> None:
+        self._staged, self._view = staged, view
+        self._scored: dict[Hashable, tuple[LayerScore, Chosen]] = {}
+        self._indicators: dict[Hashable, tuple[Tensor, dict[str, Any]]] = {}
+        self._attention: dict[str, Any] = {}  # CAKE's pass over the window's attention, whoever was first
+
+    def of(self, policy: Policy) -> tuple[LayerScore, Chosen]:
+        """A policy's verdict and the order of its columns."""
+        if not isinstance(policy, ComposedPolicy):
+            scored = policy.score(self._view)
+            return scored, self._order(scored)
+        key = (_key(policy.indicator), _key(policy.allocation), _key(policy.heads))
+        if key not in self._scored:
+            indicator, memo = self._indicator(policy)
+            view = replace(self._view, memo={**self._attention, **memo})
+            scored = replace(policy, indicator=_Known(policy.indicator, indicator)).score(view)
+            self._remember(view.memo)
+            self._scored[key] = scored, self._order(scored)
+        return self._scored[key]
+
+    def _indicator(self, policy: ComposedPolicy) -> tuple[Tensor, dict[str, Any]]:
+        key = _key(policy.indicator)
+        if key not in self._indicators:
+            view = replace(self._view, memo=dict(self._attention))
+            indicator = policy.indicator.score(view)
+            self._remember(view.memo)
+            self._indicators[key] = indicator, view.memo
+        return self._indicators[key]
+
+    def _remember(self, memo: dict[str, Any]) -> None:
+        if "cake" in memo:
+            self._attention.setdefault("cake", memo["cake"])
+
+    def _order(self, scored: LayerScore) -> Chosen:
+        chosen = chosen_from(self._staged, self._view, scored)
+        chosen.order(list(self._staged.lengths))  # of all columns, so that no budget asks for more
+        return chosen
+
+
+class _Known:
+    """An indicator that has scored this layer already."""
+
+    def __init__(self, indicator: Indicator, scores: Tensor) -> None:
+        self._indicator, self._scores = indicator, scores
+
+    def score(self, view: LayerView) -> Tensor:
+        return self._scores
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._indicator, name)  # whatever else it says of a layer
+
+
+def _key(part: object) -> Hashable:
+    """Equal for parts that say the same: they are frozen dataclasses, and those with tables stand for themselves."""
+    try:
+        hash(part)
+    except TypeError:
+        return id(part)
+    return (type(part), part)
+
+
+@torch.inference_mode()
+def read(
+    runner: Runner, ids: list[int], cells: Sequence[Cell], *, new_tokens: int, on_chunk: OnChunk | None = None
+) -> Reading:
+    """Read a prompt once for all cells. The runner's own policy must be the full cache.
+
+    Raises PromptError if the prompt and `new_tokens` do not fit the context, before anything is read.
+    """
+    sequence, config, window = TextSequence(), runner.decoder.config, runner.cache.window
+    room = runner.prepare(sequence, len(ids), new_tokens)
+    assert sequence.budget is None, "the runner evicts by a policy of its own"
+    study = Study(cells, len(ids), num_layers=config.num_layers, kv_heads=config.num_kv_heads, window=window)
+    sequence.ring = QueryRing(
+        config.num_layers,
+        window,
+        config.num_heads,
+        config.head_dim,
+        runner.decoder.compute_dtype,
+        runner.decoder.device,
+    )
+    runner.all_threads()
+    steps = runner.reading(runner.tenancy.arena, sequence, ids, room, observer=study)
+    logits = prefill.read_through(steps, on_chunk)
+    sequence.ring = None  # nobody votes on the full cache again
+    return Reading(sequence, len(ids), logits, study.kept, room)

@@ -1,0 +1,44 @@
+"""Policies as they are spelt on the command line."""
+
+from __future__ import annotations
+
+import pytest
+from cake_infer.cache.budget import Budget
+from cake_infer.engine.evaluation.combination import Combination, budgets, combinations
+from cake_infer.errors import BudgetError, OptionError
+
+
+def test_a_name_with_parts_and_options():
+    found = Combination.parse(" snapkv, allocation=cake,pool = 9 ", 16)
+    assert found.text == "snapkv,allocation=cake,pool=9"
+    assert (found.config.policy, found.config.allocation, found.config.window) == ("snapkv", "cake", 16)
+    assert found.config.choice.options["indicator"]["pool"] == 9
+    assert found.config.choice.allocation.name == "cake"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nothing", "unknown policy 'nothing'"),
+        ("cake,heads", "cannot read the policy 'cake,heads'"),
+        ("cake,heads=", "cannot read the policy"),
+        ("cake,heads=wide", "unknown rule over heads 'wide'"),
+        ("cake,sinks=3", "no part of the policy cake has the option 'sinks'"),
+        ("cake,gamma=1,gamma=2", "gives gamma twice"),
+        ("cake,merge=d2o", "folds evicted values into kept ones.*merge=none"),
+        ("full,gamma=2", "no effect with the policy full"),
+    ],
+)
+def test_what_means_nothing_is_refused(text, message):
+    with pytest.raises(OptionError, match=message):
+        Combination.parse(text, 32)
+
+
+def test_each_once():
+    with pytest.raises(OptionError, match="'cake,heads=equal' is given twice"):
+        combinations(["cake,heads=equal", "cake, heads=equal"], 32)
+    with pytest.raises(OptionError, match=r"3\.2% is given twice"):
+        budgets(["3.2%", "3.20%"], 32)
+    with pytest.raises(BudgetError, match="minimum is 32"):
+        budgets(["64", "16"], 32)
+    assert budgets(["64", "5%"], 32) == [Budget(count=64), Budget(percent=5.0)]
