@@ -29,6 +29,7 @@ class CacheConfig:
     policy_options: parameters of these, by name: {"sinks": 4} or ("sinks=4",).
     window: the last tokens that are always kept and whose queries vote.
     decode_policy: "grow" keeps new tokens until the reserved room is used, "hold" replaces the least wanted row.
+    hold_by: the rule by which hold chooses, None for attention; see `cache.holds`.
     kv_memory: the whole arena, bookkeeping included ("512MiB"), or None for what the budget needs.
     kv_dtype: how kept rows are stored ("float32", "bfloat16", "float16"), or None for the engine's choice.
     tau1, tau2: temperatures of dispersion and shift, above 0, or None for the authors' table.
@@ -50,6 +51,7 @@ class CacheConfig:
     heads: str | None = None
     merge: str | None = None
     policy_options: tuple[str, ...] | Mapping[str, object] = ()
+    hold_by: str | None = None
 
     def __post_init__(self) -> None:
         _check_choice("policy", self.policy, POLICIES)
@@ -65,6 +67,10 @@ class CacheConfig:
             raise OptionError(f"gamma must be a number of at least 0, not {self.gamma!r}")
         if not _is_int(self.pool) or self.pool < 1 or self.pool % 2 == 0:
             raise OptionError(f"the pooling width must be an odd whole number of at least 1, not {self.pool!r}")
+        if self.hold_by is not None and self.decode_policy != "hold":
+            raise OptionError(
+                f"hold_by has no effect with the decode policy {self.decode_policy}: choose hold, or leave it out"
+            )
         given = parse_given(self.policy_options)
         object.__setattr__(self, "policy_options", tuple(f"{name}={value}" for name, value in given.items()))
         if self.policy == "full":
@@ -90,6 +96,14 @@ class CacheConfig:
         return None if self.policy == "full" else self._choose()
 
     @property
+    def spare(self) -> int:
+        """Slots of a held row behind its limit; 0 where rows only grow."""
+        if self.decode_policy != "hold":
+            return 0
+        choice = self.choice
+        return 1 if choice is None else choice.spare
+
+    @property
     def late(self) -> bool:
         """Whether nothing is evicted before all layers are read, so that a prefill holds the whole cache."""
         choice = self.choice
@@ -112,6 +126,7 @@ class CacheConfig:
             allocation=self.allocation,
             heads=self.heads,
             merge=self.merge,
+            hold=(self.hold_by or "attention") if self.decode_policy == "hold" else None,
             options=options,
         )
 
@@ -127,6 +142,7 @@ class CacheConfig:
             "heads": self.heads is not None,
             "merge": self.merge is not None,
             "policy_options": bool(self.policy_options),
+            "hold_by": self.hold_by is not None,
         }
         for name, is_given in given.items():
             if is_given:

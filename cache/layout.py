@@ -64,7 +64,7 @@ def arena_size(
     budget: int | None,
     tokens: int,
     new_tokens: int,
-    hold: bool = False,
+    hold: int = 0,
     held: int = 0,
     held_longest: int = 0,
     late: bool = False,
@@ -72,16 +72,17 @@ def arena_size(
     """Slots that reading `tokens` and then decoding `new_tokens` needs, exactly.
 
     `budget` is C in tokens per layer and KV head (None keeps everything); `held` is how many slots a continued sequence
-    holds in all, `held_longest` the length of its longest row. `late`: nothing is evicted before all layers are read.
+    holds in all, `held_longest` the length of its longest row. `hold`: how many slots a row at its limit needs behind
+    it, 0 where rows only grow. `late`: nothing is evicted before all layers are read.
     """
     rows, longest = layout.num_layers * layout.num_kv_heads, held_longest + tokens
     kept = kept_limit(rows, budget=budget, tokens=tokens, held=held)
     if not hold:
         decode = kept + rows * new_tokens
     else:
-        # Until the budget is reached a held row grows; one more slot per row takes the newcomer (see engine/decode.py).
+        # Until the budget is reached a held row grows; slots behind its limit take newcomers (see engine/decode.py).
         limit = longest + new_tokens if budget is None else min(budget, longest + new_tokens)
-        decode = max(kept, rows * limit) + rows
+        decode = max(kept, rows * limit) + rows * min(hold, new_tokens + 1)
     reading = kept_limit(rows, budget=None if late else budget, tokens=tokens, held=held)
     return ArenaSize(reading + held, layout.num_kv_heads * longest, decode)
 
@@ -119,7 +120,7 @@ def budget_within(
     *,
     tokens: int,
     new_tokens: int,
-    hold: bool = False,
+    hold: int = 0,
     late: bool = False,
     window: int = 0,
     context: int | None = None,
@@ -131,7 +132,7 @@ def budget_within(
     """
 
     def need(budget: int) -> int:
-        held = 0 if context is None else min(budget if hold else budget + new_tokens, context)
+        held = 0 if context is None else min(budget + (hold - 1 if hold else new_tokens), context)
         size = arena_size(
             layout,
             budget=budget,

@@ -12,22 +12,31 @@ import torch
 from torch import Tensor
 
 from ..cache.arena import Arena
+from ..cache.holds.base import HoldRule
 from ..models.decoder import Decoder
 from .attention import Attention, Sdpa, SlidingMask
 from .attention.tables import RowTables
+from .holding import held_attention
 from .sequence import Sequence
 
 SDPA = Sdpa()
 
 
 def step(
-    decoder: Decoder, arena: Arena, sequence: Sequence, token: int, *, window: int, attention: Attention = SDPA
+    decoder: Decoder,
+    arena: Arena,
+    sequence: Sequence,
+    token: int,
+    *,
+    window: int,
+    attention: Attention = SDPA,
+    rule: HoldRule | None = None,
 ) -> Tensor:
     """Feed one token. Returns the next token's logits fp32 `[vocab]`; rows and the sequence's ids are extended.
 
     The rows must have room (`Arena.capacity`): the caller checks before the first step.
     """
-    return batch_step(decoder, [arena], [sequence], [token], window=window, attention=attention)[0]
+    return batch_step(decoder, [arena], [sequence], [token], window=window, attention=attention, rule=rule)[0]
 
 
 def batch_step(
@@ -38,6 +47,7 @@ def batch_step(
     *,
     window: int,
     attention: Attention = SDPA,
+    rule: HoldRule | None = None,
     together: bool | None = None,
 ) -> Tensor:
     """Feed one token to each of n sequences. Returns the next tokens' logits fp32 `[n, vocab]`.
@@ -45,14 +55,16 @@ def batch_step(
     Each sequence attends over its own rows, as long as they are. A ragged backend reads the rows of all sequences in
     one launch; their arenas then share a store. `together`: every matrix meets the n tokens in one product, as on a
     GPU. Otherwise, on a CPU, a layer is widened once and meets one token after another: a product with more rows adds
-    up in another order, and a reply would depend on its neighbours.
+    up in another order, and a reply would depend on its neighbours. With a hold rule
+    `rule` rows are gone through one by one (`holding.py`); without one, full rows give up the slot that is attended to
+    least.
     """
     ids = torch.tensor(tokens, device=decoder.device)
     cos, sin = _angles(sequences, decoder.device)
     hidden = decoder.embed(ids)  # [n, hidden]
     config = decoder.config
     tables = None
-    if attention.ragged and all(arena.store is arenas[0].store for arena in arenas):
+    if rule is None and attention.ragged and all(arena.store is arenas[0].store for arena in arenas):
         tables = RowTables(arenas, [one.limit for one in sequences], [one.total for one in sequences])
     count = len(tokens)
     if together is None:
@@ -75,6 +87,11 @@ def batch_step(
             attended = torch.empty_like(queries)
             for i, (arena, sequence) in enumerate(zip(arenas, sequences, strict=True)):
                 one = slice(i, i + 1)
+                if rule is not None and sequence.limit is not None:
+                    attended[:, i] = held_attention(
+                        decoder, arena, sequence, index, queries[:, i], keys[:, one], values[:, one], window, rule
+                    )
+                    continue
                 attended[:, i] = _layer_attention(
                     decoder, arena, sequence, index, queries[:, i], keys[:, one], values[:, one], window, attention
                 )
@@ -85,6 +102,8 @@ def batch_step(
         tables.advance()
     for sequence, token in zip(sequences, tokens, strict=True):
         sequence.ids.append(token)
+        if rule is not None and rule.keeps_scores:
+            sequence.read = sequence.total  # what lies with its row is a score like the others
     return torch.cat([decoder.logits(hidden[part]) for part in parts])
 
 

@@ -93,7 +93,7 @@ def plan_run(
     kept_dtype = kv_dtype(cache, stored, compute_dtype)
     products = product_dtype(stored, torch.device(device))
     layout = ArenaLayout(config.num_layers, config.num_kv_heads, config.head_dim, kept_dtype, products)
-    hold = cache.decode_policy == "hold"
+    hold = cache.spare
     budget = first_budget(config, cache, layout, prompt_tokens, new_tokens)
     evicting = budget is not None and prompt_tokens > budget
     size = arena_size(
@@ -192,7 +192,7 @@ def first_budget(
         parse_bytes(cache.kv_memory),
         tokens=prompt_tokens,
         new_tokens=new_tokens,
-        hold=cache.decode_policy == "hold",
+        hold=cache.spare,
         late=cache.late,
         window=cache.window,
         context=context,

@@ -153,8 +153,12 @@ CACHE_FLAGS = {
     ),
     "window": Flag("the last tokens of the prompt, always kept, whose queries vote", positive_count, "N"),
     "decode_policy": Flag(
-        "new tokens: grow keeps them all in reserved room, hold overwrites the least attended slots",
+        "new tokens: grow keeps them all in reserved room, hold overwrites the slots that are wanted least",
         choices=("grow", "hold"),
+    ),
+    "hold_by": Flag(
+        "what hold gives up: attention (the default), or another rule that `policies` lists, in plain torch",
+        metavar="NAME",
     ),
     "tau1": Flag("CAKE: temperature of a layer's dispersion; default by model and budget", number, "X"),
     "tau2": Flag("CAKE: temperature of a layer's shift; default by model and budget", number, "X"),

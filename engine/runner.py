@@ -18,7 +18,7 @@ from ..cache.arena import Arena
 from ..cache.budget import check_budget
 from ..cache.config import CacheConfig
 from ..cache.layout import ArenaLayout, ArenaSize
-from ..cache.policies import make_policy
+from ..cache.policies import make_hold, make_policy
 from ..cache.policies.base import Policy, PolicyModel
 from ..cache.view import WindowPass
 from ..errors import CakeError, OptionError, PromptError
@@ -28,6 +28,7 @@ from . import precision, prefill
 from .attention import choose_attention
 from .attention.choose import Setting
 from .generation import GenerationConfig
+from .holding import start_rule
 from .memory import first_budget
 from .picker import Picker, Token
 from .sequence import Checkpoint, QueryRing, Sequence
@@ -100,7 +101,10 @@ class Runner:
         self.model = PolicyModel(config.model_type, config.num_layers, config.hidden_size, config.vocab_size)
         self._policies: dict[int | None, Policy] = {}
         self._find_separators = separators
-        self.tenancy = Tenancy(self.layout, decoder.device, hold=self.hold, late=cache.late, kv_memory=cache.kv_memory)
+        self.tenancy = Tenancy(
+            self.layout, decoder.device, hold=cache.spare, late=cache.late, kv_memory=cache.kv_memory
+        )
+        self.rule = make_hold(cache)
         dtypes = {decoder.compute_dtype, self.layout.kv_dtype, self.layout.staging_dtype}
         self.attention = choose_attention(attention, Setting.of(config, cache, decoder.device, dtypes))
         self._lock = threading.RLock()  # steps of concurrent callers queue, each on its own sequence
@@ -202,7 +206,9 @@ class Runner:
     @cached_property
     def step(self) -> Step:
         """What makes the decode steps; looked for when the first one is due."""
-        return make_step(self.decoder, self.layout.kv_dtype, self._wanted_step, self._threads, self.attention)
+        return make_step(
+            self.decoder, self.layout.kv_dtype, self._wanted_step, self._threads, self.attention, self.rule
+        )
 
     @cached_property
     def batch_step(self) -> BatchStep:
@@ -358,8 +364,10 @@ class Runner:
         if self.hold and sequence.budget is not None:
             evicted = sequence.total > sequence.budget
             sequence.limit = length.copy() if evicted else np.full_like(length, sequence.budget)
-            headroom = np.minimum(sequence.limit - length, new_tokens) + 1
+            headroom = np.minimum(sequence.limit - length + self.cache.spare, new_tokens + 1)
         arena.finish(headroom)
+        if self.rule is not None and sequence.limit is not None:
+            start_rule(arena, self.rule, goes_on="carried" in policy.needs)
         return self.decoder.logits(hidden)[0]
 
     def checkpoint(self, sequence: Sequence) -> Checkpoint:

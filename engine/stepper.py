@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..cache.arena import Arena
+from ..cache.holds.base import HoldRule
 from ..cache.shared import SharedArena
 from ..errors import BackendError
 from ..models.decoder import Decoder
@@ -36,11 +37,13 @@ class Step(Protocol):
 class EagerStep:
     """`decode.step` of one decoder: plain torch, with nothing to prepare."""
 
-    def __init__(self, decoder: Decoder, attention: Attention) -> None:
-        self._decoder, self.attention = decoder, attention
+    def __init__(self, decoder: Decoder, attention: Attention, rule: HoldRule | None = None) -> None:
+        self._decoder, self.attention, self.rule = decoder, attention, rule
 
     def __call__(self, arena: Arena, sequence: Sequence, token: int, *, window: int) -> Tensor:
-        return decode.step(self._decoder, arena, sequence, token, window=window, attention=self.attention)
+        return decode.step(
+            self._decoder, arena, sequence, token, window=window, attention=self.attention, rule=self.rule
+        )
 
     def prepare(self, arena: Arena, sequence: Sequence, *, window: int, on_wait: OnWait | None = None) -> None:
         pass
@@ -56,11 +59,17 @@ def check_step(wanted: str, device: torch.device) -> None:
 
 
 def make_step(
-    decoder: Decoder, kv_dtype: torch.dtype, wanted: str, threads: int, attention: Attention | None = None
+    decoder: Decoder,
+    kv_dtype: torch.dtype,
+    wanted: str,
+    threads: int,
+    attention: Attention | None = None,
+    rule: HoldRule | None = None,
 ) -> Step:
     """The step of a name: "compiled", which raises BackendError where it cannot run, "eager" (plain torch), or "auto",
     which says once why it falls back to torch. The compiled step has an attention of its own: with another backend than
-    sdpa it is not taken, or refused."""
+    sdpa it is not taken, or refused. So with a hold rule `rule` (None: grow, or hold by attention), which only plain
+    torch has."""
     attention = attention or Sdpa()
     if wanted == "auto" and attention.name != Sdpa.name:
         wanted = "eager"
@@ -68,6 +77,8 @@ def make_step(
         from .compiled import CompiledStep
 
         try:
+            if rule is not None:
+                raise BackendError("hold_by has no compiled form but for attention, so the step must be eager")
             if attention.name != Sdpa.name:
                 raise BackendError(f"the compiled step has its own attention: leave {attention.name} out, or step")
             return CompiledStep(decoder, kv_dtype, threads)
@@ -76,7 +87,7 @@ def make_step(
                 raise
             if decoder.device.type == "cpu":
                 log.warning("decoding runs in plain torch, several times slower: %s", error)
-    return EagerStep(decoder, attention)
+    return EagerStep(decoder, attention, rule)
 
 
 class BatchStep(Protocol):
@@ -93,13 +104,15 @@ class BatchStep(Protocol):
 class EagerBatchStep:
     """`decode.batch_step` of one decoder: every matrix meets all tokens together."""
 
-    def __init__(self, decoder: Decoder, attention: Attention) -> None:
-        self._decoder, self._attention = decoder, attention
+    def __init__(self, decoder: Decoder, attention: Attention, rule: HoldRule | None = None) -> None:
+        self._decoder, self._attention, self._rule = decoder, attention, rule
 
     def __call__(
         self, shared: SharedArena, arenas: list[Arena], sequences: list[Sequence], tokens: list[int], *, window: int
     ) -> Tensor:
-        return decode.batch_step(self._decoder, arenas, sequences, tokens, window=window, attention=self._attention)
+        return decode.batch_step(
+            self._decoder, arenas, sequences, tokens, window=window, attention=self._attention, rule=self._rule
+        )
 
 
 class OneByOne:
@@ -117,4 +130,4 @@ class OneByOne:
 
 def make_batch_step(decoder: Decoder, step: Step) -> BatchStep:
     """The batch's counterpart of the step that one sequence would have."""
-    return EagerBatchStep(decoder, step.attention) if isinstance(step, EagerStep) else OneByOne(step)
+    return EagerBatchStep(decoder, step.attention, step.rule) if isinstance(step, EagerStep) else OneByOne(step)

@@ -27,11 +27,12 @@ class Tenancy:
         layout: ArenaLayout,
         device: torch.device,
         *,
-        hold: bool,
+        hold: int,
         late: bool = False,
         kv_memory: str | int | None = None,
     ) -> None:
-        """`late`: nothing is evicted before all layers of a piece are read, see `Policy.late`."""
+        """`hold`: slots of a held row behind its limit, 0 where rows only grow. `late`: nothing is evicted before all
+        layers of a piece are read, see `Policy.late`."""
         self.layout, self.device, self.hold, self.late, self.kv_memory = layout, device, hold, late, kv_memory
         self.arena = Arena(layout, ArenaSize(0, 0, 0), device)
         self.batches: weakref.WeakSet[SharedArena] = weakref.WeakSet()  # what takes KV memory beside this arena

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import OptionError
 from ..allocations import ALLOCATIONS, HEADS
+from ..holds import HOLDS
 from ..indicators import INDICATORS
 from ..merges import MERGES
 from ..method import Method, Value
@@ -19,9 +20,10 @@ from .base import PolicyModel
 
 if TYPE_CHECKING:
     from ..config import CacheConfig
+    from ..holds.base import HoldRule
     from .base import Policy
 
-__all__ = ["NAMED", "POLICIES", "Choice", "Named", "PolicyModel", "choose", "make_policy"]
+__all__ = ["NAMED", "POLICIES", "Choice", "Named", "PolicyModel", "choose", "make_hold", "make_policy"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ NAMED = {
         paper="CAKE's allocation and scores in CriticalKV's two stages; no paper's own",
     ),
 }
+KEEPS_SCORES = ("h2o", "g-kv")  # the hold rules that write to the slots' scores
 POLICIES = (*NAMED, *(name for name in INDICATORS if name not in NAMED), "full")
 
 
@@ -69,18 +72,24 @@ class Choice:
     heads: Method
     merge: Method
     base: Method | None  # of an indicator that wraps another one
-    options: Mapping[str, Mapping[str, Value]]  # by part: "indicator", "allocation", "heads", "merge", "base"
+    hold: Method | None  # where decoding holds rows at their limit
+    options: Mapping[str, Mapping[str, Value]]  # by part: these names
 
     @property
     def parts(self) -> dict[str, Method]:
-        """By part; a base only where there is one."""
-        own = {name: getattr(self, name) for name in ("indicator", "allocation", "heads", "merge")}
-        return own if self.base is None else {**own, "base": self.base}
+        """By part; a base and a hold rule only where there is one."""
+        named = ("indicator", "allocation", "heads", "merge", "base", "hold")
+        return {name: part for name in named if (part := getattr(self, name)) is not None}
 
     @property
     def inputs(self) -> frozenset[str]:
-        """Everything that a part reads beyond keys and positions."""
-        return frozenset(name for method in self.parts.values() for name in method.inputs)
+        """Everything that a prefill works out for it beyond keys and positions."""
+        return frozenset(name for part, method in self.parts.items() if part != "hold" for name in method.inputs)
+
+    @property
+    def spare(self) -> int:
+        """By how many slots a held row may grow beyond its limit, the newcomer included; 0 where rows only grow."""
+        return 0 if self.hold is None else int(self.options["hold"].get("interval") or 1)
 
 
 def choose(
@@ -90,9 +99,11 @@ def choose(
     allocation: str | None = None,
     heads: str | None = None,
     merge: str | None = None,
+    hold: str | None = None,
     options: Mapping[str, object] | None = None,
 ) -> Choice:
-    """What a combination of names means. Raises OptionError for an unknown name, or an option that no part has."""
+    """What a combination of names means. Raises OptionError for an unknown name, an option that no part has, or parts
+    that do not go together."""
     if policy not in POLICIES or policy == "full":
         raise OptionError(f"unknown policy {policy!r}: choose one of {', '.join(POLICIES)}")
     named = NAMED.get(policy) or Named(policy)
@@ -119,6 +130,10 @@ def choose(
         base = wraps.read(given.pop("base", usual))
         parts["base"] = INDICATORS[str(base)]
         changed += [f"base {base}"] if base != named.options.get("base", wraps.default) else []
+    if hold is not None:
+        parts["hold"] = _find("hold rule", hold, HOLDS)
+        changed += [f"hold by {hold}"] if hold != "attention" else []
+        _check_remembers(parts)
     found: dict[str, dict[str, Value]] = {}
     for part, method in parts.items():
         found[part] = {option.name: option.default for option in method.options if option is not wraps}
@@ -139,6 +154,7 @@ def choose(
         parts["heads"],
         parts["merge"],
         parts.get("base"),
+        parts.get("hold"),
         found,
     )
 
@@ -147,6 +163,19 @@ def _find(what: str, name: str, methods: Mapping[str, Method]) -> Method:
     if name not in methods:
         raise OptionError(f"unknown {what} {name!r}: choose one of {', '.join(methods)}")
     return methods[name]
+
+
+def _check_remembers(parts: Mapping[str, Method]) -> None:
+    """Two parts cannot both keep a number with each row, unless it is the same one."""
+    keeps = [
+        method.name for part, method in parts.items() if part in ("indicator", "base") and "carried" in method.inputs
+    ]
+    hold = parts["hold"].name
+    if keeps and hold in KEEPS_SCORES and (keeps[0], hold) != ("h2o", "h2o"):
+        raise OptionError(
+            f"the indicator {keeps[0]} keeps a number with each row that the hold rule {hold} would write over: "
+            "choose another one of the two"
+        )
 
 
 def _existing(parts: Mapping[str, Method]) -> str:
@@ -172,9 +201,20 @@ def make_policy(config: CacheConfig, model: PolicyModel, budget: int) -> Policy:
     if choice.base is not None:
         options["indicator"]["base"] = _make(choice.base, options["base"], model, budget)
     made = {
-        part: _make(method, options[part], model, budget) for part, method in choice.parts.items() if part != "base"
+        part: _make(choice.parts[part], options[part], model, budget)
+        for part in ("indicator", "allocation", "heads", "merge")
     }
     return ComposedPolicy(choice.policy, choice.title, **made)
+
+
+def make_hold(config: CacheConfig) -> HoldRule | None:
+    """The rule by which decoding keeps rows at their limit; None for `attention`, which every step has built in, and
+    where rows only grow."""
+    choice = config.choice
+    if choice is None or choice.hold is None or choice.hold.name == "attention":
+        return None
+    rule: HoldRule = choice.hold.load()(**choice.options["hold"])
+    return rule
 
 
 def _make(method: Method, options: Mapping[str, Any], model: PolicyModel, budget: int) -> Any:

@@ -28,6 +28,7 @@ USELESS_WHEN_FULL = (
     "heads",
     "merge",
     "policy_options",
+    "hold_by",
 )
 
 Load = Callable[..., "Engine"]
@@ -107,6 +108,8 @@ def usage_conflict(args: argparse.Namespace, given: set[str]) -> str | None:
         if args.decode_policy == "hold":
             return "--decode-policy hold has no effect with --policy full, which keeps everything"
         return None
+    if "hold_by" in given and args.decode_policy != "hold":
+        return "--hold-by has no effect without --decode-policy hold"
     parts = {name: getattr(args, name, None) for name in ("indicator", "allocation", "heads", "merge")}
     chosen = choose(args.policy, **parts)
     for name in ("tau1", "tau2", "gamma"):

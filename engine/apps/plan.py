@@ -66,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "heads",
             "merge",
             "policy_options",
+            "hold_by",
         ),
     )
     output = parser.add_argument_group("output")

@@ -9,18 +9,26 @@ import textwrap
 from typing import Any
 
 from ...cache.allocations import ALLOCATIONS, HEADS
+from ...cache.holds import HOLDS
 from ...cache.indicators import INDICATORS
 from ...cache.inputs import INPUTS
 from ...cache.merges import MERGES
 from ...cache.method import Method
 from ...cache.policies import NAMED, POLICIES
 
-CLASSES = {"indicator": INDICATORS, "allocation": ALLOCATIONS, "heads": HEADS, "merge": MERGES}
+CLASSES = {
+    "indicator": INDICATORS,
+    "allocation": ALLOCATIONS,
+    "heads": HEADS,
+    "merge": MERGES,
+    "hold rule": HOLDS,
+}
 HEADINGS = {
     "indicator": "indicators (--indicator): which tokens of a row stay; each but cake is a policy of its own name too",
     "allocation": "allocations (--allocation): how layers share the budget",
     "heads": "heads (--heads): how the KV heads of a layer share",
     "merge": "merging (--merge): what kept values take over of evicted ones",
+    "hold rule": "hold rules (--decode-policy hold --hold-by): what full rows give up for the tokens of a reply",
 }
 
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 import torch
 
 from ...cache.config import CacheConfig
-from ...cache.policies import make_policy
-from ...cache.policies.base import PolicyModel
 from ...errors import BackendError, OptionError
 from ...models.config import ModelConfig
 from ..options import ATTENTION
@@ -38,13 +36,12 @@ class Setting:
         cls, config: ModelConfig, cache: CacheConfig, device: torch.device, dtypes: Iterable[torch.dtype] = ()
     ) -> Setting:
         """What a model and a cache ask for; without dtypes where the weights are still to be read."""
-        model = PolicyModel(config.model_type, config.num_layers, config.hidden_size, config.vocab_size)
         return cls(
             device=device,
             dtypes=frozenset(dtypes),
             head_dim=config.head_dim,
             hold=cache.decode_policy == "hold",
-            evicts=make_policy(cache, model, 0).evicts,
+            evicts=cache.choice is not None,
             sliding=any(window is not None for window in config.sliding_windows),
         )
 

@@ -38,6 +38,8 @@ def test_defaults_are_those_of_the_paper() -> None:
         {"policy": "streaming-llm", "policy_options": ("sinks=8",)},
         {"indicator": "snapkv", "allocation": "cake", "heads": "equal", "tau1": 0.5},
         {"policy": "snapkv", "pool": 3},
+        {"policy": "h2o", "decode_policy": "hold", "hold_by": "h2o"},
+        {"decode_policy": "hold", "hold_by": "g-kv", "policy_options": ("interval=3",)},
     ],
 )
 def test_what_can_be_applied_is_accepted(options: dict[str, Any]) -> None:
@@ -80,6 +82,10 @@ def test_budgets_that_cannot_hold_are_budget_errors(options: dict[str, Any], say
         ({"indicator": "magic"}, "unknown indicator 'magic': choose one of cake, "),
         ({"allocation": "magic"}, "unknown allocation 'magic': choose one of uniform, cake"),
         ({"heads": "magic"}, "unknown rule over heads 'magic': choose one of equal"),
+        ({"hold_by": "h2o"}, "hold_by has no effect with the decode policy grow"),
+        ({"decode_policy": "hold", "hold_by": "magic"}, "unknown hold rule 'magic': choose one of attention, tova"),
+        ({"decode_policy": "hold", "policy_options": ("interval=3",)}, "has the option 'interval'"),
+        ({"policy": "h2o", "decode_policy": "hold", "hold_by": "g-kv"}, "indicator h2o keeps .* hold rule g-kv would"),
         ({"policy": "full", "indicator": "cake"}, "indicator has no effect with the policy full"),
         ({"policy": "full", "policy_options": {"sinks": 4}}, "policy_options has no effect"),
         (

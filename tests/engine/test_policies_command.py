@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 from cake_infer import cli
 from cake_infer.cache.allocations import ALLOCATIONS, HEADS
+from cake_infer.cache.holds import HOLDS
 from cake_infer.cache.indicators import INDICATORS
 from cake_infer.cache.inputs import INPUTS
 from cake_infer.cache.method import Method
 from cake_infer.cache.policies import NAMED, POLICIES
 
-METHODS = [*INDICATORS.values(), *ALLOCATIONS.values(), *HEADS.values()]
+METHODS = [*INDICATORS.values(), *ALLOCATIONS.values(), *HEADS.values(), *HOLDS.values()]
 
 
 def test_the_table_names_every_method_with_its_inputs_cost_defaults_and_paper(

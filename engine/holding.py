@@ -1,0 +1,108 @@
+"""A decode step's attention over rows that a hold rule keeps at their limit: plain torch, one row at a time.
+
+The rule `attention`, which every runner of a step has in a form of its own, does not come here (see `decode.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..cache.arena import Arena
+from ..cache.holds.base import AtIntervals, HeldRow, HoldRule, OneByOne
+from ..models.decoder import Decoder
+from .attention import SlidingMask
+from .attention.sdpa import decode_attention
+from .sequence import Sequence
+
+
+def held_attention(
+    decoder: Decoder,
+    arena: Arena,
+    sequence: Sequence,
+    layer: int,
+    queries: Tensor,
+    new_keys: Tensor,
+    new_values: Tensor,
+    window: int,
+    rule: HoldRule,
+) -> Tensor:
+    """Write the newcomer `[kv_heads, 1, head_dim]` into each row and attend: `[heads, head_dim]`.
+
+    Rows at their limit then give up a slot, or are cut back where the rule works at intervals; others grow by one.
+    """
+    assert sequence.limit is not None, "a rule was chosen for rows without a limit"
+    position, sliding = sequence.total, decoder.config.sliding_windows[layer]
+    group = queries.shape[0] // arena.layout.num_kv_heads
+    rows, outputs = [], []
+    for head in range(arena.layout.num_kv_heads):
+        keys, values, positions = (table[None] for table in arena.row(layer, head, extra=1))
+        scores = _scores(arena, layer, head, extra=1)
+        keys[:, -1], values[:, -1], positions[:, -1] = new_keys[head], new_values[head], position
+        scores[-1] = 0.0
+        hidden = None
+        if sliding is not None:
+            at = torch.tensor([position], device=positions.device)
+            hidden = ~SlidingMask(sliding, at, positions).visible(1)[:, 0, 0]
+        part = queries[head * group : (head + 1) * group]
+        output, weights = decode_attention(part, keys, values, scale=decoder.scale, hidden=hidden)
+        outputs.append(output)
+        rows.append(HeldRow(weights[0], positions[0], scores))
+    if isinstance(rule, OneByOne):
+        _give_up(arena, layer, rows, rule.losers(rows, position, window), sequence)
+    else:
+        assert isinstance(rule, AtIntervals)
+        arena.length[layer] += 1
+        _cut_back(decoder, arena, layer, sequence, window, rule)
+    return torch.cat(outputs)
+
+
+def start_rule(arena: Arena, rule: HoldRule, *, goes_on: bool) -> None:
+    """After a prefill: slots that a rule keeps scores with begin at 0, unless those of the prefill are of its kind."""
+    if not rule.keeps_scores or goes_on:
+        return
+    for layer in range(arena.layout.num_layers):
+        for head in range(arena.layout.num_kv_heads):
+            _scores(arena, layer, head).zero_()
+
+
+def _scores(arena: Arena, layer: int, head: int, extra: int = 0) -> Tensor:
+    """The scores of a row's slots, no copy."""
+    start = int(arena.offset[layer, head])
+    return arena.score[start : start + int(arena.length[layer, head]) + extra]
+
+
+def _give_up(arena: Arena, layer: int, rows: list[HeldRow], losers: list[int], sequence: Sequence) -> None:
+    """Let the newcomer of each full row change places with its loser; the loser stays behind the row for one step."""
+    assert sequence.limit is not None
+    for head, (row, loser) in enumerate(zip(rows, losers, strict=True)):
+        if arena.length[layer, head] < sequence.limit[layer, head]:
+            arena.length[layer, head] += 1
+            continue
+        keys, values, positions = arena.row(layer, head, extra=1)
+        for table in (keys, values, positions, row.scores):
+            old = table[loser].clone()
+            table[loser] = table[-1]
+            table[-1] = old
+
+
+def _cut_back(decoder: Decoder, arena: Arena, layer: int, sequence: Sequence, window: int, rule: AtIntervals) -> None:
+    """Cut rows that have grown by the rule's interval beyond their limit."""
+    assert sequence.limit is not None
+    assert sequence.ring is not None
+    if not (arena.length[layer] >= sequence.limit[layer] + rule.every).any():
+        return
+    queries = sequence.ring.read(layer, sequence.total + 1)[0]
+    group = queries.shape[0] // arena.layout.num_kv_heads
+    for head in range(arena.layout.num_kv_heads):
+        limit = int(sequence.limit[layer, head])
+        if arena.length[layer, head] < limit + rule.every:
+            continue
+        keys, values, positions = arena.row(layer, head)
+        scores = _scores(arena, layer, head)
+        own = queries[head * group : (head + 1) * group]
+        chosen, kept = rule.cut(keys, positions, scores, own, decoder.scale, limit, window)
+        for table in (keys, values, positions):
+            table[:limit] = table[chosen]
+        scores[:limit] = kept
+        arena.length[layer, head] = limit
