@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .view import LayerView
 
-_TILE_FLOATS = 1 << 20  # of one tile of projected values
+TILE_FLOATS = 1 << 20  # of one tile of projected values
 
 
 def projections(view: LayerView, head: int) -> Tensor:
@@ -25,7 +25,7 @@ def projected_norms(view: LayerView, head: int) -> Tensor:
     length = view.columns[head]
     matrices = projections(view, head)
     norms = torch.zeros(length, device=view.values.device)
-    step = max(1, _TILE_FLOATS // matrices.shape[2])
+    step = max(1, TILE_FLOATS // matrices.shape[2])
     for start in range(0, length, step):
         values = view.values[head, start : min(start + step, length)].float()
         for matrix in matrices:

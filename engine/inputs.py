@@ -15,7 +15,7 @@ from .attention import log_sum_exp
 
 ALL_QUERIES = frozenset(name for name, one in INPUTS.items() if one.all_queries)
 COLUMNS = frozenset({"column_sums", "column_squares"})
-_TILE_FLOATS = 1 << 18  # of one tile of attention, all query heads of a KV head
+TILE_FLOATS = 1 << 18  # of one tile of attention, all query heads of a KV head
 _SINKS = 4  # the first tokens of a text, whose queries are like no other's: not in the moments
 
 
@@ -88,7 +88,7 @@ class LayerInputs:
         keys, positions = staged.keys[head, :end], staged.position[head, :end]
         at = torch.arange(self._first + start, self._first + start + chunk, device=queries.device)
         total = lse[span] if lse is not None else log_sum_exp(own, keys, positions, at, self._sliding)
-        step = max(64, _TILE_FLOATS // (group * chunk))
+        step = max(64, TILE_FLOATS // (group * chunk))
         for left in range(0, end, step):
             right = min(left + step, end)
             attention = torch.matmul(own, keys[left:right].float().t()).sub_(total[..., None]).exp_()

@@ -22,6 +22,7 @@ from ..models.parameters import layer_parameters
 from ..models.weights import DTYPES, weight_bytes
 from ..models.workspace import widest, workspace_elements
 from .available import Available, available_memory
+from .method_memory import method_bytes
 from .precision import kv_dtype
 
 log = logging.getLogger(__name__)
@@ -236,7 +237,8 @@ def working_bytes(
     bounce = min(
         BOUNCE_BYTES, min(2 * budget, prompt_tokens) * layout.num_kv_heads * layout.head_dim * layout.kv_dtype.itemsize
     )
-    return max(attention, statistics) + tables + bounce
+    lasting, reading, scoring = method_bytes(config, cache, layout, prompt_tokens, chunk)
+    return max(attention + reading, statistics, scoring) + lasting + tables + bounce
 
 
 def product_bytes(config: ModelConfig, chunk: int) -> int:

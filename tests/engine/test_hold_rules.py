@@ -25,7 +25,8 @@ class Lists:
         self.name, self.rows, self.limits = name, {row: list(held) for row, held in kept.items()}, limits
         self.sums = {row: dict((remembered or {}).get(row, dict.fromkeys(held, 0.0))) for row, held in kept.items()}
 
-    def step(self, attention, position):
+    def step(self, attention, position, stored):
+        """`stored`: the engine's rows after the step. Who goes must have the least value, up to rounding."""
         shared = {}
         for (layer, head), held in self.rows.items():
             for at in [*held, position]:
@@ -46,7 +47,11 @@ class Lists:
                 "cake": lambda at, mean=mean: sum(mean.get(at + i, 0.0) for i in range(-2, 3)),
                 "streaming-llm": lambda at: at if at >= 4 else 10_000,
             }[self.name]
-            loser = min((at for at in held if at <= position - WINDOW), key=lambda at: (value(at), at))
+            able = [at for at in held if at <= position - WINDOW]
+            (loser,) = set(held) - set(stored[row])
+            least = min(able, key=lambda at: (value(at), at))
+            assert loser == least or abs(value(loser) - value(least)) <= 1e-6 * abs(value(least)), (row, loser, least)
+            assert loser in able
             held.remove(loser)
             sums.pop(loser, None)
 
@@ -107,7 +112,7 @@ def test_rows_equal_a_plain_list_model_and_logits_a_dense_one(
         attention = {}
         for row, weights in zip(sorted(stored), seen, strict=True):
             attention[row] = dict(zip([*stored[row], position], weights.T, strict=True))
-        lists.step(attention, position)
+        lists.step(attention, position, kept_positions(runner))
         assert {row: sorted(held) for row, held in kept_positions(runner).items()} == {
             row: sorted(held) for row, held in lists.rows.items()
         }

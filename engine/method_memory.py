@@ -1,0 +1,45 @@
+"""What a method other than CAKE takes in a prefill, from shapes alone."""
+
+from __future__ import annotations
+
+from ..cache import projection
+from ..cache.config import CacheConfig
+from ..cache.layout import ArenaLayout
+from ..models.config import ModelConfig
+from . import inputs
+
+FP32 = 4
+
+
+def method_bytes(
+    config: ModelConfig, cache: CacheConfig, layout: ArenaLayout, tokens: int, chunk: int
+) -> tuple[int, int, int]:
+    """What the parts of a policy hold beside CAKE's statistics: the inputs of a whole layer, what gathering them takes
+    for a chunk, and what scoring takes: an upper bound, where that of CAKE itself is exact."""
+    choice = cache.choice
+    asked = frozenset() if choice is None else choice.inputs
+    heads, kv_heads, dim, hidden = config.num_heads, config.num_kv_heads, config.head_dim, config.hidden_size
+    whole = {
+        "column_sums": heads * tokens * FP32,
+        "column_squares": kv_heads * tokens * FP32,
+        "carried": 2 * kv_heads * tokens * FP32,
+        "hidden_states": tokens * hidden * layout.staging_dtype.itemsize,
+        "query_covariance": 2 * heads * dim * dim * FP32,
+        "token_ids": 2 * tokens * FP32,
+    }
+    turned = 3 * heads * chunk * dim * FP32  # queries turned back
+    of_chunk = {
+        "column_sums": 3 * inputs.TILE_FLOATS * FP32 + 2 * chunk * heads * dim // kv_heads * FP32,
+        "query_mean": turned,
+        "query_covariance": turned,
+        "hidden_similarity": 3 * chunk * hidden * FP32,
+    }
+    lasting = sum(size for name, size in whole.items() if name in asked)
+    reading = max((size for name, size in of_chunk.items() if name in asked), default=0)
+    if choice is None or choice.indicator.name == "cake":
+        return lasting, reading, 0
+    rows = heads // kv_heads * min(cache.window, tokens) if "window_queries" in asked else 0
+    scoring = (3 * rows + 4 * dim + 8 * kv_heads) * tokens * FP32
+    if "output_projection" in asked:
+        scoring += 2 * min(projection.TILE_FLOATS, tokens * hidden) * FP32 + heads // kv_heads * dim * hidden * FP32
+    return lasting, reading, scoring
