@@ -2,6 +2,7 @@
 
     python bench/decode.py                                        # formats, prompt lengths and budgets of the README
     python bench/decode.py --weights int8 --prompt 7800 --budget 512
+    python bench/decode.py --batch 1 2 4 8                        # several sequences together
 
 A step reads every weight once and every kept key and value once; the ceiling is those bytes over the bandwidth that the
 same process measures before and after (see ceilings.py). Prompts are random ids: speed does not depend on them.
@@ -18,7 +19,9 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from cake_infer import Engine
+from cake_infer import Engine, GenerationConfig
+from cake_infer.engine.batch import Batch
+from cake_infer.engine.generation import resolve_generation
 from cake_infer.engine.sequence import Sequence
 from ceilings import read_bandwidth, show
 from report import report
@@ -50,6 +53,38 @@ def time_steps(engine: Engine, prompt: int, steps: int) -> tuple[np.ndarray, int
     return np.array(times[8:]), int(arena.kept_slots * slot)
 
 
+def time_batch(engine: Engine, prompt: int, size: int, steps: int) -> float:
+    """Median seconds of a step that feeds one token to each of `size` sequences."""
+    resolved = resolve_generation(GenerationConfig(max_new_tokens=steps + 8, temperature=0.0), None)
+    generator = torch.Generator().manual_seed(0)
+    with Batch(engine.runner, most=size) as batch:
+        for _ in range(size):
+            ids = torch.randint(0, engine.config.vocab_size, (prompt,), generator=generator).tolist()
+            batch.join(Sequence(), ids, resolved)
+        batch.read()
+        times = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            batch.step()
+            times.append(time.perf_counter() - start)
+    return float(np.median(times[8:]))
+
+
+def run_batches(args: argparse.Namespace) -> None:
+    """Tokens a second of batches of growing size, beside one sequence."""
+    for weights in ("int8", "bfloat16"):
+        how = {"quant": "int8"} if weights == "int8" else {}
+        engine = Engine.load(args.model, threads=args.threads, step="compiled", budget=512, **how)
+        times: dict[int, list[float]] = {size: [] for size in args.batch}
+        for _ in range(args.rounds):
+            for size in args.batch:
+                times[size].append(time_batch(engine, args.prompt or 1000, size, args.steps))
+        rates = {size: size / float(np.median(found)) for size, found in times.items()}
+        for size, rate in rates.items():
+            name = f"{weights} weights, prompt {args.prompt or 1000:,}, budget 512, {size} sequences"
+            report("decode", name, rate, "tok/s", None, {"one sequence": rates[args.batch[0]]})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
@@ -59,7 +94,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3, help="each case is measured so often, interleaved")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument(
+        "--batch",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="sequences decoded together; the first is what others are compared with",
+    )
     args = parser.parse_args()
+    if args.batch:
+        run_batches(args)
+        return
     cases = CASES if args.prompt is None else ((args.weights or "int8", args.prompt, args.budget),)
     engines: dict[tuple[str, int], Engine] = {}
     medians: dict[tuple[str, int, int], list[float]] = {case: [] for case in cases}

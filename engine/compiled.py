@@ -28,7 +28,7 @@ MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "dow
 FORMATS = {"float32": "float32", "uint16": "bfloat16", "int8": "int8", "uint8": "int4"}  # as people call them
 LIKE = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.int8: np.int8, torch.uint8: np.uint8}
 NO_LIMIT = np.iinfo(np.int64).max
-ANGLES_AHEAD = 64
+ANGLES_AHEAD, MOST_ANGLES = 64, 256  # positions in a block, blocks that are remembered
 
 
 class CompiledStep:
@@ -77,10 +77,10 @@ class CompiledStep:
         self._sliding = np.array([window or 0 for window in config.sliding_windows], dtype=np.int64)
         self._small_tensors()
         self._room: tuple[int, int] = (0, 0)
-        self._angles: tuple[object, int, np.ndarray, np.ndarray] | None = None
+        self._angles: dict[tuple[object, int], tuple[np.ndarray, np.ndarray]] = {}
         self._compiled: set[str] = set()
         self._compiling: dict[str, Background] = {}
-        self._work_space()
+        self._unlimited = np.full((config.num_layers, config.num_kv_heads), NO_LIMIT, dtype=np.int64)
 
     # -- tables -------------------------------------------------------------------------------------------------------
 
@@ -104,49 +104,51 @@ class CompiledStep:
         self._o_bias = table("o_bias")
         self._mlp_bias = table("gate_bias", "up_bias", "down_bias")
 
-    def _work_space(self) -> None:
+    def _make_room(self, n: int, columns: int) -> None:
+        """Work space for n sequences with rows of so many columns."""
+        if n == self._room[0] and columns <= self._room[1]:
+            return
         from .kernels.digits import scratch_bytes
 
         config, threads = self.decoder.config, self.threads
-        group = config.num_heads // config.num_kv_heads
+        kv_heads, pieces = config.num_kv_heads, -(-columns // 64)
+        group = config.num_heads // kv_heads
         wide = max(config.hidden_size, config.num_heads * config.head_dim)
+        widest = max(wide, config.intermediate_size)
 
         def floats(*shape: int) -> np.ndarray:
             return np.zeros(shape, dtype=np.float32)
 
-        self._hidden = floats(config.hidden_size)
-        self._local = floats(threads, wide + 64)  # apart in memory: no two threads share a cache line
-        widest = max(wide, config.intermediate_size)
-        self._scratch = np.zeros((threads, scratch_bytes(widest)), dtype=np.int8)
-        self._turned = floats(threads, group, config.head_dim)
-        self._qkv = floats((config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
-        self._joined = floats(2, config.num_kv_heads, group)
-        self._middle = floats(2, max(config.hidden_size, config.intermediate_size))
-        self._out = floats(config.vocab_size)
-        self._ring = floats(0, 0, 0, 0)
-        self._unlimited = np.full((config.num_layers, config.num_kv_heads), NO_LIMIT, dtype=np.int64)
+        self._space = (
+            floats(n, config.hidden_size),
+            floats(threads, n, wide + 64),  # apart in memory: no two threads share a cache line
+            np.zeros((threads, n, scratch_bytes(widest)), dtype=np.int8),
+            floats(threads, group, config.head_dim),
+            floats(n, (config.num_heads + 2 * kv_heads) * config.head_dim),
+            floats(n, kv_heads, group, columns),
+            floats(n, kv_heads, pieces, group),
+            floats(n, kv_heads, pieces, group),
+            floats(n, kv_heads, pieces, group, config.head_dim),
+            floats(n, 2, kv_heads, group),
+            floats(2, n, max(config.hidden_size, config.intermediate_size)),
+            floats(n, config.vocab_size),
+        )
+        self._room = (n, columns)
 
-    def _make_room(self, arena: Arena) -> None:
-        """Work space for rows as long as the arena's capacities allow."""
-        columns = int(arena.capacity.max()) + 1
-        if columns <= self._room[0]:
-            return
-        config = self.decoder.config
-        group, pieces = config.num_heads // config.num_kv_heads, -(-columns // 64)
-        self._logits = np.zeros((config.num_kv_heads, group, columns), dtype=np.float32)
-        self._top, self._total = (np.zeros((config.num_kv_heads, pieces, group), dtype=np.float32) for _ in range(2))
-        self._parts = np.zeros((config.num_kv_heads, pieces, group, config.head_dim), dtype=np.float32)
-        self._room = (columns, pieces)
-
-    def _cos_sin(self, sequence: Sequence, position: int) -> tuple[np.ndarray, np.ndarray]:
-        """The angles of one position, worked out for some positions ahead at a time."""
+    def _cos_sin(self, sequence: Sequence) -> tuple[np.ndarray, np.ndarray]:
+        """The angles of a sequence's next position, worked out for some positions at a time."""
         rotary = sequence.rotary
         assert rotary is not None, "decoding follows a prefill"
-        if self._angles is None or self._angles[0] != rotary.key or not 0 <= position - self._angles[1] < ANGLES_AHEAD:
-            cos, sin = rotary.cos_sin(torch.arange(position, position + ANGLES_AHEAD))
-            self._angles = (rotary.key, position, cos.numpy(), sin.numpy())
-        index = position - self._angles[1]
-        return self._angles[2][index], self._angles[3][index]
+        block, index = divmod(sequence.total, ANGLES_AHEAD)
+        key = (rotary.key, block)
+        if key not in self._angles:
+            if len(self._angles) >= MOST_ANGLES:
+                self._angles.clear()
+            first = block * ANGLES_AHEAD
+            cos, sin = rotary.cos_sin(torch.arange(first, first + ANGLES_AHEAD))
+            self._angles[key] = (cos.numpy(), sin.numpy())
+        cosines, sines = self._angles[key]
+        return cosines[index], sines[index]
 
     def _compile(self, kind: str, arguments: tuple[object, ...], on_wait: OnWait | None) -> None:
         """Compile the step for a format of weights and rows, or load it from the cache, before threads enter it.
@@ -182,28 +184,45 @@ class CompiledStep:
 
     def __call__(self, arena: Arena, sequence: Sequence, token: int, *, window: int) -> Tensor:
         """Feed one token. Returns the next token's logits fp32 `[vocab]`; see `decode.step`."""
-        self._team.run(self._step.decode_step, *self._arguments(arena, sequence, token, window))
-        sequence.ids.append(token)
-        return torch.from_numpy(self._out.copy())
+        return self.batch([arena], [sequence], [token], window=window)[0]
+
+    def batch(self, arenas: list[Arena], sequences: list[Sequence], tokens: list[int], *, window: int) -> Tensor:
+        """Feed one token to each of n sequences whose arenas share a store. Returns logits fp32 `[n, vocab]`.
+
+        Every weight is read once; what a sequence gets is bit for bit what it would get alone.
+        """
+        lengths = np.stack([arena.length for arena in arenas])
+        self._team.run(self._step.decode_step, *self._arguments(arenas, sequences, tokens, lengths, window))
+        for arena, sequence, token, length in zip(arenas, sequences, tokens, lengths, strict=True):
+            arena.length[:] = length
+            sequence.ids.append(token)
+        return torch.from_numpy(self._space[-1].copy())
 
     def prepare(self, arena: Arena, sequence: Sequence, *, window: int, on_wait: OnWait | None = None) -> None:
         """Compile what the next step needs, so that no reply stops after its first token."""
-        self._arguments(arena, sequence, 0, window, on_wait)
+        self._arguments([arena], [sequence], [0], arena.length[None], window, on_wait)
 
     def _arguments(
-        self, arena: Arena, sequence: Sequence, token: int, window: int, on_wait: OnWait | None = None
+        self,
+        arenas: list[Arena],
+        sequences: list[Sequence],
+        tokens: list[int],
+        lengths: np.ndarray,
+        window: int,
+        on_wait: OnWait | None = None,
     ) -> tuple[object, ...]:
         """What the compiled step is called with."""
-        position = sequence.total
-        self._make_room(arena)
+        arena = arenas[0]
+        assert all(other.store is arena.store for other in arenas), "a batch lives in one store"
+        self._make_room(len(arenas), max(int(one.capacity.max()) for one in arenas) + 1)
         self._shape[8] = window
-        cos, sin = self._cos_sin(sequence, position)
-        ring = sequence.ring.as_numpy() if sequence.ring is not None else self._ring
+        angles = [self._cos_sin(sequence) for sequence in sequences]
+        rings = [sequence.ring.as_numpy() if sequence.ring is not None else None for sequence in sequences]
         keys, values = _as_stored(arena.keys), _as_stored(arena.values)
         kind = f"{self._weights.dtype.name}-{keys.dtype.name}-{len(self._lanes)}-{len(self._group)}"
         arguments = (
-            token,
-            position,
+            np.array(tokens, dtype=np.int64),
+            np.array([sequence.total for sequence in sequences], dtype=np.int64),
             self.threads,
             self._shape,
             self._constants,
@@ -214,28 +233,17 @@ class CompiledStep:
             self._qkv_bias,
             self._o_bias,
             self._mlp_bias,
-            cos,
-            sin,
+            np.stack([cos for cos, _ in angles]),
+            np.stack([sin for _, sin in angles]),
             keys,
             values,
             arena.position.numpy(),
-            arena.offset,
-            arena.length,
-            sequence.limit if sequence.limit is not None else self._unlimited,
+            np.stack([one.offset for one in arenas]),
+            lengths,
+            np.stack([self._unlimited if one.limit is None else one.limit for one in sequences]),
             self._sliding,
-            ring,
-            self._hidden,
-            self._local,
-            self._scratch,
-            self._turned,
-            self._qkv,
-            self._logits,
-            self._top,
-            self._total,
-            self._parts,
-            self._joined,
-            self._middle,
-            self._out,
+            np.array([0 if ring is None else ring.ctypes.data for ring in rings], dtype=np.int64),
+            *self._space,
             self._weights,
             self._lanes,
             self._group,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from . import decode
 from .attention import Attention, Sdpa
 from .kernels import NO_NUMBA, ON_CPU
 from .sequence import Sequence
+
+if TYPE_CHECKING:
+    from .compiled import CompiledStep
 
 log = logging.getLogger(__name__)
 
@@ -115,19 +118,23 @@ class EagerBatchStep:
         )
 
 
-class OneByOne:
-    """A step of one sequence, made for each: what it gives is bit for bit what each would get alone."""
+class CompiledBatchStep:
+    """The compiled step for all at once: what it gives is bit for bit what each would get alone."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: CompiledStep) -> None:
         self._step = step
 
     def __call__(
         self, shared: SharedArena, arenas: list[Arena], sequences: list[Sequence], tokens: list[int], *, window: int
     ) -> Tensor:
-        members = zip(arenas, sequences, tokens, strict=True)
-        return torch.stack([self._step(arena, sequence, token, window=window) for arena, sequence, token in members])
+        return self._step.batch(arenas, sequences, tokens, window=window)
 
 
 def make_batch_step(decoder: Decoder, step: Step) -> BatchStep:
     """The batch's counterpart of the step that one sequence would have."""
-    return EagerBatchStep(decoder, step.attention, step.rule) if isinstance(step, EagerStep) else OneByOne(step)
+    if isinstance(step, EagerStep):
+        return EagerBatchStep(decoder, step.attention, step.rule)
+    from .compiled import CompiledStep
+
+    assert isinstance(step, CompiledStep)
+    return CompiledBatchStep(step)

@@ -95,13 +95,14 @@ def group_products(typingctx: Any, data: Any, factors: Any, vector: Any, sums: A
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def int4_rows(address: int, factors: int, begin: int, end: int, x: Any, scratch: Any, out: Any, at: int) -> None:
-    """`out[at + r] = matrix[r] . x` for rows begin..end of an int4 matrix; x is in `scratch`, see digits.take."""
-    if SUPPORTED and x.shape[0] >= SPAN:
-        groups, taken, stride = x.shape[0] // GROUP, scratch.ctypes.data, stride_of(scratch)
+    """`out[s, at + r] = matrix[r] . x[s]` for rows begin..end of an int4 matrix and every vector; see digits.take."""
+    if SUPPORTED and x.shape[1] >= SPAN:
+        groups, stride = x.shape[1] // GROUP, stride_of(scratch[0])
         for row in range(begin, end):
             data, pairs = address + row * groups * 16, factors + row * groups * 4
             ask_for(pairs + AHEAD // 4, groups * 4)
-            out[at + row] = int4_products(data, pairs, taken, stride, groups)
+            for s in range(x.shape[0]):
+                out[s, at + row] = int4_products(data, pairs, scratch[s].ctypes.data, stride, groups)
     else:
         widened_rows(address, factors, begin, end, x, out, at)
 
@@ -109,14 +110,16 @@ def int4_rows(address: int, factors: int, begin: int, end: int, x: Any, scratch:
 @njit(fastmath=FASTMATH, error_model="numpy")
 def widened_rows(address: int, factors: int, begin: int, end: int, x: Any, out: Any, at: int) -> None:
     """The same with levels widened to fp32 in registers, on any CPU."""
-    groups = x.shape[0] // GROUP
-    sums = np.empty(groups, np.float32)
-    for group in range(groups):
-        total = np.float32(0)
-        for i in range(group * GROUP, (group + 1) * GROUP):
-            total += x[i]
-        sums[group] = total
+    vectors, groups = x.shape[0], x.shape[1] // GROUP
+    sums = np.empty((vectors, groups), np.float32)
+    for s in range(vectors):
+        for group in range(groups):
+            total = np.float32(0)
+            for number in x[s, group * GROUP : (group + 1) * GROUP]:
+                total += number
+            sums[s, group] = total
     for row in range(begin, end):
         data, pairs = address + row * groups * 16, factors + row * groups * 4
         ask_for(pairs + AHEAD // 4, groups * 4)
-        out[at + row] = group_products(data, pairs, x.ctypes.data, sums.ctypes.data, groups)
+        for s in range(vectors):
+            out[s, at + row] = group_products(data, pairs, x[s].ctypes.data, sums[s].ctypes.data, groups)

@@ -65,9 +65,10 @@ def ask_for_part(address: int, rows: int, columns: int, part: int, parts: int, l
 def rows_times(
     address: Any, scales: Any, begin: Any, end: Any, x: Any, scratch: Any, out: Any, at: Any, like: Any
 ) -> Any:
-    """`out[at + r] = matrix[r] . x` for rows begin..end; `scales` is the address of the factors, 0 without.
+    """`out[s, at + r] = matrix[r] . x[s]` for rows begin..end and every vector; `scales`: address of the factors, or 0.
 
-    `scratch` is the thread's, into which `digits.take` has put x.
+    `scratch` `[n, bytes]` is the thread's, into which `digits.take` has put the vectors. A block of rows meets all of
+    them while it is in the core's first cache.
     """
     raise AssertionError("compiled code only")
 
@@ -126,7 +127,7 @@ def block_products(typingctx: Any, address: Any, row_bytes: Any, vector: Any, ro
 @njit(fastmath=FASTMATH, error_model="numpy")
 def stored_rows(address: int, begin: int, end: int, x: Any, out: Any, at: int, like: Any) -> None:
     """The numbers as they are stored, widened in registers."""
-    columns = x.shape[0]
+    columns = x.shape[1]
     matrix = carray(pointer(address, like), (end, columns))
     row_bytes = columns * like.itemsize
     rounds = row_bytes // LINE
@@ -134,44 +135,44 @@ def stored_rows(address: int, begin: int, end: int, x: Any, out: Any, at: int, l
     row = begin
     while row + BLOCK <= end:
         start = address + row * row_bytes
-        block_products(start, row_bytes, x.ctypes.data, rounds, out.ctypes.data + 4 * (at + row), like)
-        for r in range(BLOCK):
-            stored, rest = matrix[row + r], np.float32(0)
-            for i in range(whole, columns):
-                rest += x[i] * widen(stored[i])
-            out[at + row + r] += rest
+        for s in range(x.shape[0]):
+            block_products(start, row_bytes, x[s].ctypes.data, rounds, out[s].ctypes.data + 4 * (at + row), like)
+            for r in range(BLOCK):
+                out[s, at + row + r] += scalar_product(x[s], matrix[row + r], whole)
         row += BLOCK
     while row < end:
-        stored, total = matrix[row], np.float32(0)
-        for i in range(columns):
-            total += x[i] * widen(stored[i])
-        out[at + row] = total
+        for s in range(x.shape[0]):
+            out[s, at + row] = scalar_product(x[s], matrix[row], 0)
         row += 1
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def integer_rows(address: int, begin: int, end: int, x: Any, scratch: Any, out: Any, at: int) -> None:
-    """int8 rows by the digits of x, scales not applied."""
-    columns = x.shape[0]
-    lines, taken, stride = columns // LINE, scratch.ctypes.data, stride_of(scratch)
-    whole = lines * LINE
+    """int8 rows by the digits of the vectors, scales not applied."""
+    columns = x.shape[1]
+    lines, stride = columns // LINE, stride_of(scratch[0])
     matrix = carray(pointer(address, np.empty(0, np.int8)), (end, columns))
     row = begin
     while row + BLOCK <= end:
-        int8_products(address + row * columns, columns, taken, stride, lines, out.ctypes.data + 4 * (at + row))
-        if whole < columns:
+        for s in range(x.shape[0]):
+            target = out[s].ctypes.data + 4 * (at + row)
+            int8_products(address + row * columns, columns, scratch[s].ctypes.data, stride, lines, target)
             for r in range(BLOCK):
-                stored, rest = matrix[row + r], np.float32(0)
-                for i in range(whole, columns):
-                    rest += x[i] * np.float32(stored[i])
-                out[at + row + r] += rest
+                out[s, at + row + r] += scalar_product(x[s], matrix[row + r], lines * LINE)
         row += BLOCK
     while row < end:
-        stored, total = matrix[row], np.float32(0)
-        for i in range(columns):
-            total += x[i] * np.float32(stored[i])
-        out[at + row] = total
+        for s in range(x.shape[0]):
+            out[s, at + row] = scalar_product(x[s], matrix[row], 0)
         row += 1
+
+
+@njit(fastmath=FASTMATH, error_model="numpy")
+def scalar_product(x: Any, stored: Any, first: int) -> Any:
+    """Of the columns from `first` on."""
+    total = np.float32(0)
+    for i in range(first, x.shape[0]):
+        total += x[i] * widen(stored[i])
+    return total
 
 
 def plain_rows(
@@ -185,13 +186,14 @@ def scaled_rows(
     address: Any, scales: Any, begin: Any, end: Any, x: Any, scratch: Any, out: Any, at: Any, like: Any
 ) -> Any:
     """int8 with one scale per row."""
-    if SUPPORTED and x.shape[0] % WIDTH == 0:
+    if SUPPORTED and x.shape[1] % WIDTH == 0:
         integer_rows(address, begin, end, x, scratch, out, at)
     else:
         stored_rows(address, begin, end, x, out, at, like)
     scale = carray(pointer(scales, x), (end,))
-    for row in range(begin, end):
-        out[at + row] *= scale[row]
+    for s in range(x.shape[0]):
+        for row in range(begin, end):
+            out[s, at + row] *= scale[row]
 
 
 def grouped_rows(

@@ -22,7 +22,8 @@ COLUMNS = [("int8", columns) for columns in (16, 64, 80, 96, 128, 576, 1600)] + 
 
 @njit
 def by_digits(address, factors, begin, end, x, scratch, out, like):
-    digits.take(x, scratch, like)
+    for s in range(x.shape[0]):
+        digits.take(x[s], scratch[s], like)
     matvec.rows_times(address, factors, begin, end, x, scratch, out, 0, like)
 
 
@@ -42,11 +43,12 @@ def matrix_of(quant: str, columns: int):
 
 
 def product(matrix, x: np.ndarray, quant: str, begin: int = 0, end: int = ROWS) -> np.ndarray:
-    """Rows begin..end; the scratch holds what a longer vector left, since a thread uses one for all."""
-    scratch = np.full(digits.scratch_bytes(1664), 77, np.int8)
-    out = np.full(ROWS, np.nan, np.float32)
+    """Rows begin..end of one vector or several; the scratch holds what a longer one left: a thread uses one for all."""
+    x = np.atleast_2d(x)
+    scratch = np.full((len(x), digits.scratch_bytes(1664)), 77, np.int8)
+    out = np.full((len(x), ROWS), np.nan, np.float32)
     by_digits(matrix.data.data_ptr(), matrix.factors.data_ptr(), begin, end, x, scratch, out, LIKE[quant])
-    return out
+    return out.squeeze(0) if len(x) == 1 else out
 
 
 def exact(matrix, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -66,12 +68,12 @@ def test_products_are_exact_to_the_rounding_of_fp32(quant, columns):
 @pytest.mark.parametrize(("quant", "columns"), [("int8", 576), ("int4", 576), ("int4", 160)])
 def test_integers_and_widened_weights_agree(quant, columns):
     matrix, x = matrix_of(quant, columns), activations(columns, 1)
-    slow = np.zeros(ROWS, np.float32)
+    slow = np.zeros((1, ROWS), np.float32)
     if quant == "int8":
-        by_widening(matrix.data.data_ptr(), 0, ROWS, x, slow, LIKE[quant])
+        by_widening(matrix.data.data_ptr(), 0, ROWS, x[None], slow, LIKE[quant])
         slow *= matrix.factors.numpy()
     else:
-        int4.widened_rows(matrix.data.data_ptr(), matrix.factors.data_ptr(), 0, ROWS, x, slow, 0)
+        int4.widened_rows(matrix.data.data_ptr(), matrix.factors.data_ptr(), 0, ROWS, x[None], slow, 0)
     assert np.all(np.abs(product(matrix, x, quant) - slow) < 4e-6 * exact(matrix, x)[1])
 
 
@@ -81,6 +83,12 @@ def test_a_row_does_not_depend_on_who_works_it(quant):
     whole = product(matrix, x, quant)
     parts = np.concatenate([product(matrix, x, quant, 0, 4)[:4], product(matrix, x, quant, 4, ROWS)[4:]])
     np.testing.assert_array_equal(whole, parts)
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+def test_vectors_that_meet_a_block_together_do_not_touch_each_other(quant):
+    matrix, x = matrix_of(quant, 576), np.stack([activations(576, seed) for seed in range(3)])
+    np.testing.assert_array_equal(product(matrix, x, quant), [product(matrix, one, quant) for one in x])
 
 
 @pytest.mark.parametrize("quant", ["int8", "int4"])
