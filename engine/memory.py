@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -12,7 +13,7 @@ import torch
 from ..cache.budget import DEFAULT_BUDGET, Budget, parse_bytes, size_text
 from ..cache.config import CacheConfig
 from ..cache.layout import ArenaLayout, ArenaSize, arena_size, budget_within, shared_size
-from ..cache.store import BOUNCE_BYTES
+from ..cache.store import BOUNCE_BYTES, OVERLAPPING
 from ..errors import MemoryLimit, OptionError, WeightsError
 from ..models.config import ModelConfig, read_config
 from ..models.decoder import product_dtype
@@ -24,6 +25,7 @@ from ..models.workspace import widest, workspace_elements
 from .available import Available, available_memory
 from .method_memory import method_bytes
 from .precision import kv_dtype
+from .window import FEWEST_COLUMNS
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +123,13 @@ def plan_run(
         widened=layer_elements(config) * products.itemsize if stored != products else 0,
         chunk=(together - 1) * ring
         + working_bytes(
-            config, cache, layout, budget=budget, prompt_tokens=prompt_tokens, chunk=min(chunk, prompt_tokens)
+            config,
+            cache,
+            layout,
+            budget=budget,
+            prompt_tokens=prompt_tokens,
+            chunk=min(chunk, prompt_tokens),
+            device=torch.device(device),
         ),
         products=product_bytes(config, min(chunk, prompt_tokens)) if torch.device(device).type == "cpu" else 0,
     )
@@ -215,10 +223,11 @@ def working_bytes(
     budget: int | None,
     prompt_tokens: int,
     chunk: int,
+    device: torch.device,
 ) -> int:
     """Bytes of one chunk's attention or of one layer's statistics, whichever is more, and of what lives beside both."""
     item, queries = layout.staging_dtype.itemsize, config.num_heads * config.head_dim
-    attention = 2 * chunk * queries * item  # both parts of it, or their mix and its copy by heads
+    attention = 3 * chunk * queries * item  # queries by KV head and both parts, or these, their mix and its copy
     if item < FP32:  # queries are turned, and hidden states normed, in fp32
         attention = max(attention, chunk * max(2 * queries, config.hidden_size) * FP32)
     tables = prompt_tokens * (config.head_dim * FP32 + 8)  # cosines, sines and ids
@@ -230,13 +239,19 @@ def working_bytes(
         return attention + tables
     window, group = min(cache.window, prompt_tokens), config.num_heads // config.num_kv_heads
     attended = group * window * prompt_tokens
-    # one array of the window's attention and a tile of logits, the scores, and a few rows of sums
-    tile = min(attended, STATISTICS_TILE * torch.get_num_threads())
-    statistics = (attended + tile + (config.num_kv_heads + 6 * group) * prompt_tokens) * FP32
-    # the bounce buffer grows to the longest layer that is moved: some layers keep about twice the mean
-    bounce = min(
-        BOUNCE_BYTES, min(2 * budget, prompt_tokens) * layout.num_kv_heads * layout.head_dim * layout.kv_dtype.itemsize
-    )
+    rows = config.num_kv_heads * prompt_tokens
+    if device.type == "cpu" and prompt_tokens >= FEWEST_COLUMNS and importlib.util.find_spec("numba"):
+        # one array of the window's attention, a head's keys, the scores before and after pooling
+        statistics = (attended + prompt_tokens * config.head_dim + rows) * FP32
+    else:
+        # one array of the window's attention and a tile of logits, the scores, and a few rows of sums
+        tile = min(attended, STATISTICS_TILE * torch.get_num_threads())
+        statistics = (attended + tile + rows + 6 * group * prompt_tokens) * FP32
+    bounce = 0
+    if device.type not in OVERLAPPING:
+        # the bounce buffer grows to the longest layer that is moved: some layers keep about twice the mean
+        slot = layout.head_dim * layout.kv_dtype.itemsize
+        bounce = min(BOUNCE_BYTES, min(2 * budget, prompt_tokens) * layout.num_kv_heads * slot)
     lasting, reading, scoring = method_bytes(config, cache, layout, prompt_tokens, chunk)
     return max(attention + reading, statistics, scoring) + lasting + tables + bounce
 

@@ -33,8 +33,6 @@ class WindowWorker:
         self._module: ModuleType | None = None  # loaded for the first layer that is long enough
         self._compiled = False
         self._compiling: Background | None = None
-        self._attention = torch.zeros(0, 0)
-        self._keys = torch.zeros(0, 0)
 
     def fits(self, view: LayerView) -> bool:
         """Whether the layer is on a CPU and long enough."""
@@ -47,18 +45,15 @@ class WindowWorker:
         queries = view.queries.float().mul(view.scale).reshape(kv_heads, -1, head_dim)
         height, columns = queries.shape[1], module.COLUMNS
         padded = -(-n // columns) * columns
-        if self._attention.shape[0] != height or self._attention.shape[1] < padded:
-            self._attention = torch.zeros(height, padded)
-        if self._keys.shape[0] < n or self._keys.shape[1] != head_dim:
-            self._keys = torch.empty(n, head_dim)
+        attention, wide_keys = torch.empty(height, padded), torch.empty(n, head_dim)
         positions = np.empty(padded, dtype=np.int32)
         at = view.query_positions.numpy().astype(np.int64)
         scores = np.zeros((kv_heads, padded), dtype=np.float32)
         moments = np.zeros((kv_heads, height, 4), dtype=np.float32)
         shifts = np.zeros((kv_heads, padded // columns), dtype=np.float32)
         for head, length in enumerate(view.columns):
-            keys = self._keys[:length].copy_(view.keys[head, :length])
-            torch.mm(queries[head], keys.t(), out=self._attention[:, :length])
+            keys = wide_keys[:length].copy_(view.keys[head, :length])
+            torch.mm(queries[head], keys.t(), out=attention[:, :length])
             positions[:length], positions[length:] = view.positions[head, :length].numpy(), _NOWHERE
             arguments = (
                 self._threads,
@@ -68,7 +63,7 @@ class WindowWorker:
                 view.sliding_window or 0,
                 view.window_start,
                 np.float32(gamma),
-                self._attention.numpy(),
+                attention.numpy(),
                 moments[head],
                 scores[head],
                 shifts[head],

@@ -239,19 +239,19 @@ FLAGS: dict[str, tuple[list[str], set[str]]] = {
     "--max-tokens": (["--max-tokens", "9"], {"new_tokens", "prompt_tokens", "hidden"}),
     "--dtype": (
         ["--dtype", "float32"],
-        {"weights", "arena", "kept", "widened", "chunk", "transient", "total"},
+        {"weights", "arena", "kept", "widened", "transient", "total"},
     ),
     "--quant": (["--quant", "int8"], {"weights", "total"}),
     "--context": (["--context", "1000"], {"context", "prompt_tokens", "hidden"}),
     "--rope-scaling": (["--rope-scaling", "linear:2"], {"context", "prompt_tokens", "hidden"}),
     "--chunk": (["--chunk", "1400"], {"chunk", "products", "transient", "total"}),
-    "--budget": (["--budget", "100"], {"budget", "arena", "kept", "chunk", "transient", "total"}),
+    "--budget": (["--budget", "100"], {"budget", "arena", "kept", "total"}),
     "--kv-memory": (["--kv-memory", "1MiB"], {"budget", "arena", "kept", "chunk", "transient", "total"}),
     "--policy": (["--policy", "full"], {"budget", "arena", "kept", "chunk", "transient", "total"}),
     "--window": (["--window", "16"], {"chunk", "transient", "total"}),
     "--decode-policy": (["--decode-policy", "hold"], {"arena", "total"}),
     "--batch": (["--batch", "3"], {"batch", "arena", "kept", "chunk", "transient", "total"}),
-    "--kv-dtype": (["--kv-dtype", "float32"], {"arena", "kept", "chunk", "transient", "total"}),
+    "--kv-dtype": (["--kv-dtype", "float32"], {"arena", "kept", "total"}),
 }
 EVERYTHING_ELSE = {"--model", "--revision", "--random-weights", "--device", "--json"}
 
