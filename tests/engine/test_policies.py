@@ -82,6 +82,22 @@ def test_a_policy_keeps_the_best_by_its_scores_within_the_budget_turn_after_turn
         total += 1
 
 
+@pytest.mark.parametrize("name", list(INDICATORS))
+def test_an_indicator_goes_with_rows_of_unequal_lengths(policy_runner, random_ids, kept_positions, name):
+    runner, seen = policy_runner(name, heads="adaptive")
+    sequence, total = Sequence(), 0
+    ragged = False
+    for count in (70, 3, 30):
+        seen.clear()
+        total += count
+        assert feed(runner, sequence, random_ids(count, seed=count), 2).isfinite().all()
+        length = runner.tenancy.arena.length
+        assert int(length.sum()) == BUDGET * length.size
+        ragged |= bool((length[:, 0] != length[:, 1]).any())
+        assert_kept_is_best(kept_positions(runner), seen, total)
+    assert ragged or name in ("streaming-llm", "tova", "chunkkv", "nexus", "lagkv"), "heads got unequal shares"
+
+
 @pytest.mark.parametrize("name", [name for name in POLICIES if name != "full"])
 def test_the_chunks_of_a_prefill_change_nothing(policy_runner, random_ids, kept_positions, name):
     kept = []

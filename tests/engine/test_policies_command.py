@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from cake_infer.cache.inputs import INPUTS
 from cake_infer.cache.method import Method
 from cake_infer.cache.policies import NAMED, POLICIES
 
+TOLD = {"sinks", "lag", "pool", "gamma", "block", "chunk", "mix", "share", "decay", "smoothing", "mass"}  # on the page
 METHODS = [*INDICATORS.values(), *ALLOCATIONS.values(), *HEADS.values(), *HOLDS.values()]
 
 
@@ -76,6 +79,19 @@ def test_no_two_parts_of_a_policy_have_an_option_of_one_name() -> None:
         parts = (INDICATORS[named.indicator], ALLOCATIONS[named.allocation], HEADS[named.heads])
         for option in named.options:
             assert any(part.option(option) is not None for part in parts), (name, option)
+
+
+def test_the_page_of_methods_has_every_one_of_them_with_its_defaults() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "methods.md").read_text(encoding="utf-8")
+    for method in METHODS:
+        assert f"`{method.name}`" in page, method.name
+    for method in [*INDICATORS.values(), *HOLDS.values()]:
+        row = next(line for line in page.splitlines() if line.startswith(f"| `{method.name}` |"))
+        numbers = {float(word) for word in re.findall(r"\d+\.?\d*", row)}
+        for option in method.options:
+            value = option.default
+            if isinstance(value, (int, float)) and option.name in TOLD:
+                assert float(value) in numbers, (method.name, option.name)
 
 
 def test_listing_the_methods_imports_neither_torch_nor_numpy() -> None:
