@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from ..cache.layout import ArenaSize
 from ..cache.shared import SharedArena
 from ..errors import ArenaFull, CakeError
 from .generation import GenerationConfig
+from .graph import Ahead, Seat
 from .picker import Picker, Token
 from .prefill import OnChunk, Reading
 from .runner import Runner, Timing
@@ -50,6 +53,7 @@ class Member:
     reading: Reading[Tensor] | None = None
     picker: Picker | None = None
     next: int | None = None  # the token that the next step feeds
+    seat: Seat | None = None  # where the step is a graph
 
 
 @dataclass(eq=False)
@@ -86,9 +90,10 @@ class Batch:
 
     def close(self) -> None:
         """Let everybody leave, and free the arena. Safe to call twice."""
-        with self.runner.alone():
+        with self.runner.alone(self):
             for member in list(self._members):
                 self._drop(member)
+            self.runner.land()
             self.arena.clear()
             self.runner.tenancy.batches.discard(self.arena)
 
@@ -123,7 +128,7 @@ class Batch:
         others have left; each states both figures.
         """
         runner = self.runner
-        with runner.alone():
+        with runner.alone(self):
             if any(member.sequence is sequence for member in self._members):
                 raise CakeError("this sequence is in the batch already")
             if sequence.total and runner.tenancy.lengths(sequence) is None:
@@ -154,7 +159,7 @@ class Batch:
 
         One that is still being read cannot be kept. A sequence that is not in the batch (any more) is left alone.
         """
-        with self.runner.alone():
+        with self.runner.alone(self):
             for member in self._members:
                 if member.sequence is sequence:
                     self._drop(member, keep=keep and member.picker is not None)
@@ -166,6 +171,8 @@ class Batch:
             member.reading.close()
         if member.arena is None:
             return
+        if member.seat is not None and self.runner.ahead is not None:
+            self.runner.ahead.leave(member.seat, keep=keep)
         if keep:
             member.sequence.parked = member.arena.save()
         else:
@@ -182,13 +189,13 @@ class Batch:
         with its error in the list, and the others go on. If the step itself fails, all that were in it are spoilt and
         leave, and the error is raised.
         """
-        with self.runner.alone():
+        with self.runner.alone(self):
             return self._decode() + self._read(self.runner.decoder.config.num_layers)
 
     def read(self) -> list[Outcome]:
         """Read all newcomers to their ends, while nobody is decoded; brings their first tokens."""
         outcomes: list[Outcome] = []
-        with self.runner.alone():
+        with self.runner.alone(self):
             while any(member.picker is None for member in self._members):
                 outcomes += self._read(None)
         return outcomes
@@ -201,33 +208,59 @@ class Batch:
         for member in members:
             assert not member.sequence.spoilt, "a spoilt sequence was continued"
             member.sequence.spoilt = True
+        ahead = self.runner.fly(self) if self.runner.ahead is not None else None
         try:
             with self.runner.busy(), torch.inference_mode():
-                logits = self.runner.batch_step(
-                    self.arena,
-                    [member.arena for member in members if member.arena is not None],
-                    [member.sequence for member in members],
-                    [member.next for member in members if member.next is not None],
-                    window=self.runner.cache.window,
-                )
+                chosen = self._step(members) if ahead is None else self._advance(members, ahead)
         except BaseException:
+            if ahead is not None:
+                ahead.abandon()
             for member in members:
                 self._drop(member)
             raise
         seconds = time.perf_counter() - started
         for member in members:
             member.sequence.spoilt = False
+        for member, _ in chosen:
             member.timing.decode_s += seconds
             member.timing.decode_steps += 1
         with self.runner.one_thread():
-            return [self._pick(member, logits[i]) for i, member in enumerate(members)]
+            return [self._pick(member, choose) for member, choose in chosen]
 
-    def _pick(self, member: Member, logits: Tensor) -> Outcome:
+    def _step(self, members: list[Member]) -> list[tuple[Member, Callable[[], Token]]]:
+        """Feed each member's token; what then chooses its next one."""
+        logits = self.runner.batch_step(
+            self.arena,
+            [member.arena for member in members if member.arena is not None],
+            [member.sequence for member in members],
+            [member.next for member in members if member.next is not None],
+            window=self.runner.cache.window,
+        )
+        return [
+            (member, partial(member.picker.pick, logits[i]))
+            for i, member in enumerate(members)
+            if member.picker is not None
+        ]
+
+    def _advance(self, members: list[Member], ahead: Ahead) -> list[tuple[Member, Callable[[], Token]]]:
+        """The same where the next step is under way before this one is read: a newcomer comes into the next one."""
+        seats: dict[int, Member] = {}
+        for member in members:
+            assert member.picker is not None
+            assert member.next is not None
+            member.seat = member.seat or Seat(member.sequence, member.picker, member.next)
+            member.seat.arena = member.arena
+            seats[id(member.seat)] = member
+        found = ahead.advance(
+            [member.seat for member in members if member.seat is not None], room=min(self.most, len(self))
+        )
+        return [(seats[id(one.seat)], partial(one.seat.picker.accept, one.token, one.logits)) for one in found]
+
+    def _pick(self, member: Member, choose: Callable[[], Token]) -> Outcome:
         """Choose a member's next token; where its reply ends with it, the member leaves."""
-        assert member.picker is not None
         started = time.perf_counter()
         try:
-            token = member.picker.pick(logits)
+            token = choose()
         except CakeError as error:
             self._drop(member)
             return Outcome(member.sequence, error=error, finished=True)
@@ -273,6 +306,7 @@ class Batch:
         """Give a newcomer its part of the arena, with what it holds from before."""
         sequence = member.sequence
         assert not sequence.spoilt, "a spoilt sequence was continued"
+        self.runner.land()  # rows of the others may move
         member.arena = self.arena.admit(member.size)
         if sequence.parked is not None:
             # without the last reply's headroom, for which there may be no room beside what is read
@@ -296,4 +330,4 @@ class Batch:
         if member.limit > 1:
             self.runner.step.prepare(arena, sequence, window=self.runner.cache.window, on_wait=self.on_wait)
         with self.runner.one_thread():
-            return self._pick(member, logits)
+            return self._pick(member, partial(member.picker.pick, logits))

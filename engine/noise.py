@@ -23,9 +23,26 @@ def gumbel_noise(seed: int, step: int | Tensor, ids: Tensor) -> Tensor:
     token with the largest logit + noise is a sample of the softmax (Gumbel-max). Integers alone decide the bits, so
     they are the same on every device. `step` may be a one-element tensor on the device of `ids`.
     """
-    key = torch.full((1,), _signed(_mix_int(seed + _GOLDEN)), dtype=torch.int64, device=ids.device)
+    key = torch.full((1,), seed_key(seed), dtype=torch.int64, device=ids.device)
     key += (step + 1) * _signed(_GOLDEN) if isinstance(step, Tensor) else _signed((step + 1) * _GOLDEN)
-    bits = _mix_((ids + 1).mul_(_signed(_GOLDEN)).add_(_mix_(key)))
+    return _noise(_mix_(key), ids)
+
+
+def gumbel_rows(keys: Tensor, steps: Tensor, ids: Tensor) -> Tensor:
+    """`gumbel_noise` for n rows at once: keys (`seed_key` of each seed) and steps int64 `[n]`, all on one device.
+
+    ids int64 `[V]`, or `[n, V]` where rows have their ids in orders of their own. Returns float64 `[n, V]`.
+    """
+    return _noise(_mix_(keys + (steps + 1) * _signed(_GOLDEN))[:, None], ids)
+
+
+def seed_key(seed: int) -> int:
+    """What a seed of 64 bits gives to the noise of its tokens, as an int64."""
+    return _signed(_mix_int(seed + _GOLDEN))
+
+
+def _noise(key: Tensor, ids: Tensor) -> Tensor:
+    bits = _mix_(((ids + 1) * _signed(_GOLDEN)).add(key))
     uniform = (_shifted(bits, 12).double() + 0.5).mul_(2.0**-52)
     return uniform.log_().neg_().log_().neg_()
 

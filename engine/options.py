@@ -19,7 +19,7 @@ from .generation import GenerationConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION = ("auto", "sdpa", "flash_attn", "triton")
-STEPS = ("auto", "compiled", "eager")
+STEPS = ("auto", "compiled", "graph", "eager")
 QUANTS = ("int8", "int4")
 MOST_THREADS = 1024  # torch's own pool crashes the process with too many
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]+)?")
@@ -195,7 +195,8 @@ ENGINE_FLAGS = {
         "attention backend: sdpa (torch), flash_attn, triton, or auto: the best that can run", choices=ATTENTION
     ),
     "step": Flag(
-        "what decodes: compiled (numba), eager (plain torch), or auto: compiled where it can be",
+        "what decodes: compiled (numba, on a CPU), graph (one CUDA graph a token), eager (plain torch), or auto: the "
+        "fastest that can run",
         choices=STEPS,
     ),
     "quant": Flag("int8 or int4 weights, packed once into the cache folder (CPU)", choices=QUANTS),

@@ -21,18 +21,19 @@ from ..cache.layout import ArenaLayout, ArenaSize
 from ..cache.policies import make_hold, make_policy
 from ..cache.policies.base import Policy, PolicyModel
 from ..cache.view import WindowPass
-from ..errors import CakeError, OptionError, PromptError
+from ..errors import BackendError, CakeError, OptionError, PromptError
 from ..models.decoder import Decoder
 from ..models.rope import Rotary
 from . import precision, prefill
 from .attention import choose_attention
 from .attention.choose import Setting
 from .generation import GenerationConfig
+from .graph import Ahead, Seat
 from .holding import start_rule
 from .memory import first_budget
 from .picker import Picker, Token
 from .sequence import Checkpoint, QueryRing, Sequence
-from .stepper import BatchStep, OnWait, Step, make_batch_step, make_step
+from .stepper import BatchStep, GraphStep, OnWait, Step, make_batch_step, make_graph_step, make_step
 from .tenancy import Tenancy
 from .window import make_window_pass
 
@@ -109,6 +110,7 @@ class Runner:
         self.attention = choose_attention(attention, Setting.of(config, cache, decoder.device, dtypes))
         self._lock = threading.RLock()  # steps of concurrent callers queue, each on its own sequence
         self._busy = False
+        self._flyer: object = None  # who decodes ahead at the moment, if anybody does
 
     # -- sequences ----------------------------------------------------------------------------------------------------
 
@@ -206,9 +208,28 @@ class Runner:
     @cached_property
     def step(self) -> Step:
         """What makes the decode steps; looked for when the first one is due."""
-        return make_step(
+        graph = make_graph_step(self.decoder, self.attention, self._wanted_step, self.make_ahead)
+        return graph or make_step(
             self.decoder, self.layout.kv_dtype, self._wanted_step, self._threads, self.attention, self.rule
         )
+
+    def make_ahead(self) -> Ahead:
+        """What decodes ahead with this model and cache. Raises BackendError where it cannot."""
+        if self.rule is not None:
+            raise BackendError("a graph has no form of hold_by but for attention")
+        return Ahead(
+            self.decoder,
+            self.attention,
+            window=self.cache.window,
+            hold=self.hold,
+            valid=self.valid_ids,
+            unused=self.unused,
+        )
+
+    @property
+    def ahead(self) -> Ahead | None:
+        """What decodes ahead, where the step is a graph."""
+        return self.step.ahead if isinstance(self.step, GraphStep) else None
 
     @cached_property
     def batch_step(self) -> BatchStep:
@@ -250,12 +271,29 @@ class Runner:
             self._busy = False
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Wait until no other thread has the arena. A callback of a piece that is being read cannot have it either."""
+    def alone(self, flyer: object = None) -> Iterator[None]:
+        """Wait until no other thread has the arena. A callback of a piece that is being read cannot have it either.
+
+        What decodes ahead is landed first, so that rows and tables agree, unless it is the `flyer` itself who asks.
+        """
         with self._lock:
             if self._busy:
                 raise CakeError("the engine is reading a text: call it again when on_progress has returned")
+            if self._flyer is not None and self._flyer is not flyer:
+                self.land()
             yield
+
+    def fly(self, flyer: object) -> Ahead:
+        """What decodes ahead, for a flyer that is `alone`: until somebody else is, it need not be landed."""
+        assert self.ahead is not None
+        self._flyer = flyer
+        return self.ahead
+
+    def land(self) -> None:
+        """Undo what has been decoded ahead, if anything was."""
+        if self._flyer is not None and self.ahead is not None:
+            self.ahead.land()
+        self._flyer = None
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -285,9 +323,11 @@ class Runner:
             timing.prompt_tokens, timing.prefill_s = len(ids), time.perf_counter() - started
             timing.total = sequence.total
             timing.lengths = tuple(tuple(int(n) for n in row) for row in self.tenancy.arena.length)
+            picker = self.picker(sequence, generation, limit, stop_ids)
             if limit > 1:
                 self.step.prepare(self.tenancy.arena, sequence, window=self.cache.window, on_wait=on_wait)
-        picker = self.picker(sequence, generation, limit, stop_ids)
+                if self.ahead is not None:
+                    self._prepare_ahead(sequence, picker)
         for _ in range(limit):
             started = time.perf_counter()
             with self.one_thread():
@@ -298,6 +338,9 @@ class Runner:
             yield token
             if token.finish_reason:
                 return
+            if self.ahead is not None:
+                yield from self._ahead_of(Seat(sequence, picker, token.id), timing)
+                return
             started = time.perf_counter()
             with self.alone():
                 self.tenancy.activate(sequence)
@@ -305,6 +348,45 @@ class Runner:
                     logits = self.step(self.tenancy.arena, sequence, token.id, window=self.cache.window)
             timing.decode_s += time.perf_counter() - started
             timing.decode_steps += 1
+
+    def _prepare_ahead(self, sequence: Sequence, picker: Picker) -> None:
+        """Capture the step before the reply begins; the token is not fed."""
+        assert self.ahead is not None
+        seat = Seat(sequence, picker, 0, self.tenancy.arena)
+        self.ahead.prepare(seat)
+        self.ahead.leave(seat)
+
+    def _ahead_of(self, seat: Seat, timing: Timing) -> Generator[Token, None, None]:
+        """The reply's further tokens, each while the device is at work on the next one. See `Ahead`."""
+        sequence, picker = seat.sequence, seat.picker
+        try:
+            while True:
+                started = time.perf_counter()
+                with self.alone(seat):
+                    self.tenancy.activate(sequence)
+                    seat.arena = self.tenancy.arena
+                    with self._whole(sequence):
+                        (chosen,) = self.fly(seat).advance([seat])
+                    token = picker.accept(chosen.token, chosen.logits)
+                timing.decode_s += time.perf_counter() - started
+                timing.decode_steps += 1
+                if token.finish_reason == "stop":
+                    timing.finished_by = token.id
+                yield token
+                if token.finish_reason:
+                    return
+        finally:
+            with self._lock:
+                if self._flyer is seat:
+                    self._flyer = None
+                    self._end_flight(sequence)
+
+    def _end_flight(self, sequence: Sequence) -> None:
+        assert self.ahead is not None
+        if sequence.spoilt:
+            self.ahead.abandon()
+        else:
+            self.ahead.land()
 
     def picker(self, sequence: Sequence, generation: GenerationConfig, limit: int, stop_ids: frozenset[int]) -> Picker:
         """What chooses a reply's tokens; all of the sequence's ids so far count as its prompt."""

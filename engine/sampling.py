@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..cache.transfer import to_device
 from ..errors import CakeError
 from .generation import GenerationConfig, fresh_seed, resolve_generation
 from .noise import gumbel_noise
@@ -51,11 +52,15 @@ class History:
         if prompt_ids:
             self.in_prompt[torch.tensor(sorted(set(prompt_ids)), device=device)] = True
 
-    def add(self, token: int | Tensor) -> None:
-        """Count one token of the reply (an int, or a one-element int64 tensor on the history's device)."""
-        index = token.reshape(1) if isinstance(token, Tensor) else torch.tensor([token])
-        one = torch.ones(1, dtype=torch.int32, device=self.reply_counts.device)
-        self.reply_counts.index_add_(0, index.to(self.reply_counts.device), one)
+    def add(self, tokens: int | Sequence[int] | Tensor) -> None:
+        """Count tokens of the reply: an int, a list, or a one-element int64 tensor on the history's device."""
+        device = self.reply_counts.device
+        if isinstance(tokens, Tensor):
+            index = tokens.reshape(1)
+        else:
+            index = to_device([tokens] if isinstance(tokens, int) else tokens, device, torch.int64)
+        ones = torch.ones(index.shape[0], dtype=torch.int32, device=device)
+        self.reply_counts.index_add_(0, index, ones)
 
 
 def apply_penalties(

@@ -37,6 +37,17 @@ class QueryRing:
         position = torch.arange(max(0, total - self.window), total, device=self._ring.device)
         return self._ring[layer, position % self.window].transpose(0, 1), position
 
+    def recent(self, total: int, modulus: int) -> tuple[Tensor, Tensor]:
+        """The queries of the last `min(window, total)` positions, `[layers, r, H, D]`, and those positions modulo
+        `modulus`: where they stand in a ring of another size."""
+        position = torch.arange(max(0, total - self.window), total, device=self._ring.device)
+        return position % modulus, self._ring[:, position % self.window]
+
+    def take_recent(self, other: Tensor, total: int) -> None:
+        """Copy the queries of those positions from a ring of another size, `[layers, size, H, D]`."""
+        position = torch.arange(max(0, total - self.window), total, device=self._ring.device)
+        self._ring.index_copy_(1, position % self.window, other[:, position % other.shape[1]])
+
     def as_numpy(self) -> np.ndarray:
         """The ring itself, fp32 on a CPU, for a kernel that writes `[layer, position % window]`."""
         return self._ring.numpy()

@@ -1,4 +1,4 @@
-"""Which runner makes the decode steps: compiled where it can, plain torch else."""
+"""Which runner makes the decode steps: compiled on a CPU and a graph on a GPU where it can, plain torch else."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ..errors import BackendError
 from ..models.decoder import Decoder
 from . import decode
 from .attention import Attention, Sdpa
+from .graph import Ahead
 from .kernels import NO_NUMBA, ON_CPU
 from .sequence import Sequence
 
@@ -52,13 +53,44 @@ class EagerStep:
         pass
 
 
+class GraphStep(EagerStep):
+    """Replies are decoded ahead, see `Ahead`; a step that somebody wants the logits of is an eager one."""
+
+    def __init__(self, decoder: Decoder, attention: Attention, ahead: Ahead) -> None:
+        super().__init__(decoder, attention)
+        self.ahead = ahead
+
+
 def check_step(wanted: str, device: torch.device) -> None:
-    """Raise BackendError if "compiled" is wanted where it cannot run whatever the model: before weights are read."""
+    """Raise BackendError if a step is wanted where it cannot run whatever the model: before weights are read."""
+    if wanted == "graph" and device.type != "cuda":
+        raise BackendError(f"step graph needs a CUDA device, this is {device.type}: leave the option step out")
     if wanted == "compiled":
         if device.type != "cpu":
             raise BackendError(ON_CPU)
         if importlib.util.find_spec("numba") is None:
             raise BackendError(NO_NUMBA)
+
+
+def make_graph_step(
+    decoder: Decoder, attention: Attention, wanted: str, make_ahead: Callable[[], Ahead]
+) -> GraphStep | None:
+    """The step "graph", which "auto" takes on a CUDA device; None where another one is to be made.
+
+    Raises BackendError where "graph" is wanted and cannot be; "auto" says once why it takes another one.
+    """
+    if wanted != "graph" and (wanted != "auto" or decoder.device.type != "cuda"):
+        return None
+    check_step("graph", decoder.device)
+    try:
+        if not attention.ragged:
+            raise BackendError(f"a graph's attention reads lengths on the device, {attention.name} does not")
+        return GraphStep(decoder, attention, make_ahead())
+    except BackendError as error:
+        if wanted == "graph":
+            raise
+        log.warning("decoding is launched kernel by kernel, slower than as a graph: %s", error)
+    return None
 
 
 def make_step(

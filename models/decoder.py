@@ -117,7 +117,8 @@ class Decoder:
         for start in range(0, ids.shape[0], _EMBED_TILE):  # a narrow copy of the whole would leave a hole in the heap
             hidden[start : start + _EMBED_TILE] = embedded(self.embed_tokens, ids[start : start + _EMBED_TILE])
         if self.config.embedding_scale != 1.0:
-            hidden.mul_(torch.tensor(self.config.embedding_scale, dtype=self.compute_dtype, device=self.device))
+            # not torch.tensor, a copy from the host, which the capture of a CUDA graph forbids
+            hidden.mul_(torch.full((), self.config.embedding_scale, dtype=self.compute_dtype, device=self.device))
         return hidden
 
     def widened(self, index: int) -> Layer:

@@ -1,0 +1,188 @@
+"""A decode step as a function over tables that stay where they are on the device: what a CUDA graph can capture.
+
+Embedding, layers, head, the choice of the next token, and the counting of lengths and positions: nothing is read on the
+host and nothing comes from it. Run as it stands it is `decode.batch_step` with the choice behind it; that is what tests
+compare it with on a CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from ..cache.store import Store
+from ..cache.transfer import to_device
+from ..errors import BackendError
+from ..models.decoder import Decoder, Layer
+from .attention import Attention
+from .attention.rows import Rows
+from .attention.tables import UNLIMITED
+from .device_sampling import DeviceSampler, Kind
+from .picker import Picker
+from .sequence import Sequence
+
+NOBODY = -1  # the length of a row in which no sequence is
+
+
+class DeviceState:
+    """Everything a step reads and writes beside weights and slots, for up to n sequences; a seat is one's place in it.
+
+    offset, length, limit: int32 `[layers, n, kv_heads]`. position: int32 `[n]`, true positions of the tokens that the
+    next step feeds; token: int64 `[n]`, those tokens; chosen: what came out, NOT_FINITE where it was no number.
+    ring: rotated queries `[layers, n, window + 1, heads, head_dim]` by position modulo window + 1: a step that is
+    undone has then overwritten no query that the window still needs. None without a window.
+    """
+
+    def __init__(self, decoder: Decoder, rows: int, window: int | None, sampler: DeviceSampler) -> None:
+        config, device = decoder.config, decoder.device
+        self.rows, self.window, self.sampler, self.device = rows, window, sampler, device
+        tables = torch.zeros(3, config.num_layers, rows, config.num_kv_heads, dtype=torch.int32, device=device)
+        self.tables = tables  # offset, length, limit
+        self.offset, self.length, self.limit = tables.unbind(0)
+        self.length.fill_(NOBODY)
+        self.position = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.token = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.chosen = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.frequencies = torch.zeros(rows, config.head_dim // 2, dtype=torch.float32, device=device)
+        self.attention_factor = torch.ones(rows, dtype=torch.float32, device=device)
+        self.logits: Tensor | None = None  # fp32 [n, vocab], of the last step of a kind with LOGITS
+        self.ring: Tensor | None = None
+        if window is not None:
+            shape = (config.num_layers, rows, window + 1, config.num_heads, config.head_dim)
+            self.ring = torch.zeros(shape, dtype=decoder.compute_dtype, device=device)
+
+    def put(self, row: int, tables: Tensor, sequence: Sequence, token: int, picker: Picker) -> None:
+        """Give a seat to a sequence whose `token` the next step feeds. Waits for nothing.
+
+        tables: int32 `[3, layers, kv_heads]` on the host, its rows' offsets, lengths and limits.
+        """
+        assert sequence.rotary is not None, "decoding follows a prefill"
+        packed = to_device(tables.flatten(), self.device, torch.int32)
+        self.tables[:, :, row] = packed.view(tables.shape)
+        self.position[row] = sequence.total  # a fill: its value goes with the launch
+        self.token[row] = token
+        self.frequencies[row] = sequence.rotary.inverse_frequencies
+        self.attention_factor[row] = sequence.rotary.attention_factor
+        self.sampler.put(row, picker)
+        if self.ring is not None and sequence.ring is not None and self.window is not None:
+            slots, queries = sequence.ring.recent(sequence.total, self.window + 1)
+            self.ring[:, row].index_copy_(1, slots, queries)
+
+    def take(self, row: int) -> None:
+        """Leave a seat empty: the row does nothing from the next step on."""
+        self.length[:, row] = NOBODY
+
+    def give_back(self, row: int, sequence: Sequence) -> None:
+        """Write the last queries of a seat into its sequence's ring."""
+        if self.ring is not None and sequence.ring is not None:
+            sequence.ring.take_recent(self.ring[:, row], sequence.total)
+
+    def layer(self, index: int, store: Store, longest: int) -> Rows:
+        """One layer's rows in a store; see `Rows`."""
+        return Rows(
+            keys=store.keys,
+            values=store.values,
+            position=store.position,
+            offset=self.offset[index],
+            length=self.length[index],
+            query_position=self.position,
+            longest=longest,
+        )
+
+
+class DeviceStep:
+    """The step of one decoder. hold: full rows give up a slot. Raises BackendError where a weight must be converted."""
+
+    def __init__(self, decoder: Decoder, attention: Attention, *, window: int, hold: bool) -> None:
+        self.decoder, self.attention, self.window, self.hold = decoder, attention, window, hold
+        self._layers = [_fixed(decoder, layer) for layer in decoder.layers]
+
+    def __call__(self, state: DeviceState, store: Store, longest: int, kind: Kind) -> None:
+        """Feed every seat's token and choose its next one. An empty seat changes nothing but its `chosen`."""
+        decoder, config = self.decoder, self.decoder.config
+        cos, sin = _angles(state)
+        hidden = decoder.embed(state.token)  # [n, hidden]
+        active = state.length[0, :, 0] >= 0
+        for index, layer in enumerate(self._layers):
+            normed = decoder.attention_norm(layer, hidden)
+            queries = decoder.queries(layer, normed, cos, sin)  # [heads, n, head_dim]
+            shape = (config.num_kv_heads, state.rows, config.head_dim)
+            keys, values = (torch.empty(shape, dtype=hidden.dtype, device=hidden.device) for _ in range(2))
+            decoder.keys_values(layer, normed, cos, sin, keys, values)
+            by_row = queries.transpose(0, 1)  # [n, heads, head_dim]
+            if state.ring is not None and state.window is not None:
+                seats = torch.arange(state.rows, device=state.device)
+                state.ring[index].index_put_((seats, state.position.long() % (state.window + 1)), by_row)
+            rows = state.layer(index, store, longest)
+            self.attention.store_newcomers(rows, keys.transpose(0, 1), values.transpose(0, 1))
+            sliding = config.sliding_windows[index]
+            out, weights = self.attention.attend_rows(
+                by_row, rows, scale=decoder.scale, sliding=sliding, weights=self.hold
+            )
+            if weights is not None:
+                self.attention.exchange_least_attended(rows, weights, state.limit[index], window=self.window)
+            hidden = hidden + decoder.attention_output(layer, out.transpose(0, 1))
+            hidden += decoder.mlp(layer, decoder.mlp_norm(layer, hidden))
+        logits = decoder.logits(hidden)
+        if Kind.LOGITS in kind:
+            assert state.logits is not None, "made before the first step of this kind"
+            state.logits.copy_(logits)
+        state.chosen.copy_(state.sampler.choose(logits, active, kind))
+        # an id below 0 would end the process on a GPU, where the next step looks it up before the host has read it
+        state.token.copy_(torch.where(active, state.chosen.clamp(min=0), state.token))
+        state.position.add_(active)
+        if not self.hold:  # else the exchange has raised what has grown
+            state.length.add_(state.length >= 0)
+
+
+def undo(state: DeviceState, row: int, store: Store, length: Tensor, full: Tensor, position: int) -> None:
+    """Take back what a step with `hold` has done to the slots of one seat: the newcomer at `position` leaves again.
+
+    length: int64 `[layers, kv_heads]` before that step, full: bool of the same shape, both on the host. In a full row
+    the newcomer has changed places with the loser, which lies behind the row; they change back. A row that has grown
+    is as before once its length is.
+    """
+    tables = (store.keys, store.values, store.position)
+    for layer in range(length.shape[0]):
+        if not bool(full[layer].any()):
+            continue
+        heads = full[layer].nonzero()[:, 0]
+        spare = to_device(length[layer, heads].numpy(), state.device, torch.int64)
+        first = state.offset[layer, row].long()[heads.to(state.device, non_blocking=True)]
+        columns = torch.arange(int(length[layer, heads].max()) + 1, device=state.device)
+        inside = columns <= spare[:, None]
+        slots = first[:, None] + torch.where(inside, columns, spare[:, None])  # [rows, columns], none behind the row
+        newcomer = ((store.position[slots] == position) & inside).int().argmax(1)
+        taken, behind = first + newcomer, first + spare
+        for table in tables:
+            loser = table.index_select(0, behind)
+            table.index_copy_(0, behind, table.index_select(0, taken))
+            table.index_copy_(0, taken, loser)
+
+
+def host_tables(offset: Tensor, length: Tensor, limit: Tensor | None) -> Tensor:
+    """int32 `[3, layers, kv_heads]` for `DeviceState.put`."""
+    top = torch.full_like(length, UNLIMITED) if limit is None else limit
+    return torch.stack([offset, length, top]).to(torch.int32)
+
+
+def _angles(state: DeviceState) -> tuple[Tensor, Tensor]:
+    """Cosines and sines fp32 `[n, head_dim / 2]`, as `Rotary.cos_sin` has them, each row by its own frequencies."""
+    angles = state.position.float()[:, None] * state.frequencies
+    factor = state.attention_factor[:, None]
+    return angles.cos() * factor, angles.sin() * factor
+
+
+def _fixed(decoder: Decoder, layer: Layer) -> Layer:
+    """A layer whose tensors stay where they are: with its vectors in the compute dtype, and so its matrices already."""
+    found = {}
+    for field in fields(Layer):
+        tensor = getattr(layer, field.name)
+        if isinstance(tensor, Tensor) and tensor.dtype != decoder.compute_dtype:
+            if tensor.ndim > 1 and decoder.device.type != "cpu":
+                raise BackendError("a graph needs matrices of one dtype: take the step eager, or set the option dtype")
+            tensor = tensor.to(decoder.compute_dtype)
+        found[field.name] = tensor
+    return Layer(**found)
