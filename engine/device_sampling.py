@@ -118,7 +118,8 @@ class DeviceSampler:
         if Kind.PENALTIES in kind:
             self.histories()[1].scatter_add_(1, tokens[:, None], active[:, None].int())
         self.steps.add_(active)
-        return torch.where(model_rows.amax(-1).isfinite(), tokens, NOT_FINITE)
+        chosen: Tensor = torch.where(model_rows.amax(-1).isfinite(), tokens, NOT_FINITE)
+        return chosen
 
     def _penalised(self, rows: Tensor) -> Tensor:
         """`sampling.apply_penalties`."""
@@ -127,7 +128,8 @@ class DeviceSampler:
         there = counts > 0
         punished = torch.where(rows > 0, rows / repetition, rows * repetition)
         rows = torch.where(in_prompt | there, punished, rows)
-        return rows - presence * there - frequency * counts
+        penalised: Tensor = rows - presence * there - frequency * counts
+        return penalised
 
     def _sampled(self, rows: Tensor, kind: Kind) -> Tensor:
         """One token of each row by its temperature, filters and noise. [rows, valid] -> [rows].
@@ -145,7 +147,8 @@ class DeviceSampler:
             rows = rows.masked_fill((before >= self._top_p[:, None]) & (rank > 0), -math.inf)
             rows = rows.masked_fill(rows < rows[:, :1] + log_min_p, -math.inf)
         best = torch.argmax(rows + gumbel_rows(self._integers[0], self.steps, ids), -1, keepdim=True)
-        return best[:, 0] if ids.ndim == 1 else ids.gather(1, best)[:, 0]
+        chosen: Tensor = best if ids.ndim == 1 else ids.gather(1, best)
+        return chosen[:, 0]
 
 
 def _or(value: float | None, default: float) -> float:

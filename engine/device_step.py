@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ..cache.arena import Arena
 from ..cache.store import Store
 from ..cache.transfer import to_device
 from ..errors import BackendError
@@ -53,13 +55,13 @@ class DeviceState:
             shape = (config.num_layers, rows, window + 1, config.num_heads, config.head_dim)
             self.ring = torch.zeros(shape, dtype=decoder.compute_dtype, device=device)
 
-    def put(self, row: int, tables: Tensor, sequence: Sequence, token: int, picker: Picker) -> None:
+    def put(self, row: int, tables: np.ndarray, sequence: Sequence, token: int, picker: Picker) -> None:
         """Give a seat to a sequence whose `token` the next step feeds. Waits for nothing.
 
         tables: int32 `[3, layers, kv_heads]` on the host, its rows' offsets, lengths and limits.
         """
         assert sequence.rotary is not None, "decoding follows a prefill"
-        packed = to_device(tables.flatten(), self.device, torch.int32)
+        packed = to_device(tables.ravel(), self.device, torch.int32)
         self.tables[:, :, row] = packed.view(tables.shape)
         self.position[row] = sequence.total  # a fill: its value goes with the launch
         self.token[row] = token
@@ -137,35 +139,35 @@ class DeviceStep:
             state.length.add_(state.length >= 0)
 
 
-def undo(state: DeviceState, row: int, store: Store, length: Tensor, full: Tensor, position: int) -> None:
-    """Take back what a step with `hold` has done to the slots of one seat: the newcomer at `position` leaves again.
+def undo(arena: Arena, limit: np.ndarray, position: int) -> None:
+    """Take back what a step with `hold` has done to a sequence's slots: the newcomer at `position` leaves again.
 
-    length: int64 `[layers, kv_heads]` before that step, full: bool of the same shape, both on the host. In a full row
-    the newcomer has changed places with the loser, which lies behind the row; they change back. A row that has grown
-    is as before once its length is.
+    The arena's lengths are those before that step. In a full row the newcomer has changed places with the loser, which
+    lies behind the row: they change back. A row that has grown is as before once its length is. Waits for nothing.
     """
-    tables = (store.keys, store.values, store.position)
-    for layer in range(length.shape[0]):
-        if not bool(full[layer].any()):
+    store = arena.store
+    full = arena.length >= limit
+    for layer in range(full.shape[0]):
+        if not full[layer].any():
             continue
-        heads = full[layer].nonzero()[:, 0]
-        spare = to_device(length[layer, heads].numpy(), state.device, torch.int64)
-        first = state.offset[layer, row].long()[heads.to(state.device, non_blocking=True)]
-        columns = torch.arange(int(length[layer, heads].max()) + 1, device=state.device)
+        lengths = arena.length[layer, full[layer]]
+        spare = to_device(lengths, arena.device, torch.int64)
+        first = to_device(arena.offset[layer, full[layer]], arena.device, torch.int64)
+        columns = torch.arange(int(lengths.max()) + 1, device=arena.device)
         inside = columns <= spare[:, None]
         slots = first[:, None] + torch.where(inside, columns, spare[:, None])  # [rows, columns], none behind the row
-        newcomer = ((store.position[slots] == position) & inside).int().argmax(1)
-        taken, behind = first + newcomer, first + spare
-        for table in tables:
+        taken = first + ((store.position[slots] == position) & inside).int().argmax(1)
+        behind = first + spare
+        for table in (store.keys, store.values, store.position):
             loser = table.index_select(0, behind)
             table.index_copy_(0, behind, table.index_select(0, taken))
             table.index_copy_(0, taken, loser)
 
 
-def host_tables(offset: Tensor, length: Tensor, limit: Tensor | None) -> Tensor:
-    """int32 `[3, layers, kv_heads]` for `DeviceState.put`."""
-    top = torch.full_like(length, UNLIMITED) if limit is None else limit
-    return torch.stack([offset, length, top]).to(torch.int32)
+def host_tables(arena: Arena, limit: np.ndarray | None) -> np.ndarray:
+    """int32 `[3, layers, kv_heads]` for `DeviceState.put`: offsets, lengths and limits."""
+    top = np.full_like(arena.length, UNLIMITED) if limit is None else limit
+    return np.stack([arena.offset, arena.length, top]).astype(np.int32)
 
 
 def _angles(state: DeviceState) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -60,12 +60,12 @@ class CudaGraphs:
     """Captures CUDA graphs that share a memory pool: only one of them runs at a time."""
 
     def __init__(self) -> None:
-        self._pool: object = None
+        self._pool: Any = None
 
     def __call__(self, body: Body) -> Body:
         """Run the body twice on a side stream, where kernels are compiled and libraries make their work space, and
         capture it then. It is called where every seat is empty, so that these runs change nothing."""
-        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(current)
         with torch.cuda.stream(side):
             for _ in range(2):
@@ -195,7 +195,7 @@ class Ahead:
         if row is None or state is None:
             return
         if keep:
-            self._undo(seat, row, state)
+            self._undo(seat)
             state.give_back(row, seat.sequence)
         if self._flight is not None and seat in self._flight.seats:
             self._flight.seats.remove(seat)
@@ -247,12 +247,7 @@ class Ahead:
             self._seats[row], seat.row = seat, row
             arena, limit = seat.arena, seat.sequence.limit
             assert arena is not None
-            tables = host_tables(
-                torch.from_numpy(arena.offset),
-                torch.from_numpy(arena.length),
-                None if limit is None else torch.from_numpy(limit),
-            )
-            state.put(row, tables, seat.sequence, seat.token, seat.picker)
+            state.put(row, host_tables(arena, limit), seat.sequence, seat.token, seat.picker)
             self._longest_for(arena, store)
 
     def _state_of(self, count: int, seats: list[Seat]) -> DeviceState:
@@ -269,7 +264,7 @@ class Ahead:
         self._pinned = [torch.zeros(rows, dtype=torch.int64) for _ in range(2)]
         if self._decoder.device.type == "cuda":
             self._pinned = [table.pin_memory() for table in self._pinned]
-            self._events = [torch.cuda.Event() for _ in range(2)]
+            self._events = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
         return state
 
     def _use(self, store: Store) -> None:
@@ -293,13 +288,11 @@ class Ahead:
         self._replays.clear()
         self._capture.forget()
 
-    def _undo(self, seat: Seat, row: int, state: DeviceState) -> None:
+    def _undo(self, seat: Seat) -> None:
         """Put back the slots of a seat that the step ahead has exchanged."""
         limit, arena = seat.sequence.limit, seat.arena
-        if not seat.ahead or limit is None or arena is None:
-            return
-        full = torch.from_numpy(arena.length >= limit)
-        undo(state, row, arena.store, torch.from_numpy(arena.length), full, seat.sequence.total)
+        if seat.ahead and limit is not None and arena is not None:
+            undo(arena, limit, seat.sequence.total)
 
     # -- launches -----------------------------------------------------------------------------------------------------
 
