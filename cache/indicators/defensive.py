@@ -73,12 +73,9 @@ class DefensiveIndicator:
 
     def _worst(self, rows: Tensor, positions: Tensor) -> Tensor:
         """`[length]`: the largest of the pooled rows `[group, r, length]`, each scaled back to its own mass."""
-        group, r, length = rows.shape
-        worst = torch.zeros(length, device=rows.device)
-        for row in rows.reshape(group * r, length):
-            pooled = pool_neighbours(row, positions, self.pool)
-            worst = torch.maximum(worst, pooled * (row.sum() / pooled.sum().clamp_min(1e-30)))
-        return worst
+        pooled = pool_neighbours(rows, positions.expand(rows.shape), self.pool)
+        mass = rows.sum(-1, keepdim=True) / pooled.sum(-1, keepdim=True).clamp_min(1e-30)
+        return pooled.mul_(mass).amax((0, 1))
 
     def _protected(self, mean: Tensor, window_mass: float, window: int) -> Tensor:
         """Indices of the tokens that hold the mass."""
