@@ -31,6 +31,7 @@ COMMANDS = {
     "eval needle": ("eval_needle", "whether facts in a long text are found again, by length, depth and policy"),
     "eval longbench": ("eval_longbench", "LongBench's tasks with its prompts and metrics, per policy and budget"),
     "eval speed": ("eval_speed", "prefill, decode and peak memory of each policy"),
+    "tune": ("tune", "CAKE's constants for a model, by grid search over your own texts"),
     "inspect": ("inspect", "a page that shows what every layer and head kept of one prompt"),
     "policies": ("policies", "the eviction methods: what each reads, costs and can be told"),
     "models": ("models", "the models that have a short name, and which are on this machine"),

@@ -13,7 +13,6 @@ from .policies import POLICIES, Choice, choose
 
 DECODE_POLICIES = ("grow", "hold")
 KV_DTYPES = ("float32", "bfloat16", "float16")
-DEFAULT_GAMMA = 200.0
 DEFAULT_POOL = 5
 
 
@@ -33,7 +32,8 @@ class CacheConfig:
     kv_memory: the whole arena, bookkeeping included ("512MiB"), or None for what the budget needs.
     kv_dtype: how kept rows are stored ("float32", "bfloat16", "float16"), or None for the engine's choice.
     tau1, tau2: temperatures of dispersion and shift, above 0, or None for the authors' table.
-    gamma: weight of the variance in a token's score. pool: odd width of the pooling over neighbouring positions.
+    gamma: weight of the variance in a token's score, None for 200 or what `tune` found.
+    pool: odd width of the pooling over neighbouring positions.
     """
 
     budget: str | int = DEFAULT_BUDGET
@@ -44,7 +44,7 @@ class CacheConfig:
     kv_dtype: str | None = None
     tau1: float | None = None
     tau2: float | None = None
-    gamma: float = DEFAULT_GAMMA
+    gamma: float | None = None
     pool: int = DEFAULT_POOL
     indicator: str | None = None
     allocation: str | None = None
@@ -63,7 +63,7 @@ class CacheConfig:
         for name, tau in (("tau1", self.tau1), ("tau2", self.tau2)):
             if tau is not None and not (_is_number(tau) and tau > 0):
                 raise OptionError(f"{name} must be a number above 0, not {tau!r}")
-        if not (_is_number(self.gamma) and self.gamma >= 0):
+        if self.gamma is not None and not (_is_number(self.gamma) and self.gamma >= 0):
             raise OptionError(f"gamma must be a number of at least 0, not {self.gamma!r}")
         if not _is_int(self.pool) or self.pool < 1 or self.pool % 2 == 0:
             raise OptionError(f"the pooling width must be an odd whole number of at least 1, not {self.pool!r}")
@@ -114,7 +114,7 @@ class CacheConfig:
         fields = {
             "tau1": self.tau1,
             "tau2": self.tau2,
-            "gamma": self.gamma if self.gamma != DEFAULT_GAMMA else None,
+            "gamma": self.gamma,
             "pool": self.pool if self.pool != DEFAULT_POOL else None,
         }
         for name, value in fields.items():
@@ -135,7 +135,7 @@ class CacheConfig:
         given = {
             "tau1": self.tau1 is not None,
             "tau2": self.tau2 is not None,
-            "gamma": self.gamma != DEFAULT_GAMMA,
+            "gamma": self.gamma is not None,
             "pool": self.pool != DEFAULT_POOL,
             "indicator": self.indicator is not None,
             "allocation": self.allocation is not None,

@@ -46,6 +46,7 @@ from .runner import Runner, room_for_reply
 from .sequence import Sequence as TextSequence
 from .stepper import check_step
 from .together import MOST_TOGETHER, generate_together
+from .tuning import read_tuning
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ class Engine:
         attention: str = "auto",
         step: str = "auto",
         quant: str | None = None,
+        tuning: str = "auto",
         random_weights: bool = False,
         weights_seed: int = 0,
         on_progress: OnProgress | None = None,
@@ -113,13 +115,16 @@ class Engine:
         quant: "int8" or "int4" packs the weights, once, into the user's cache folder (CPU).
         threads: CPU threads, default one per core; set for the whole process's torch. step: what decodes, see
         `engine/stepper.py`. context: the most tokens of a text, default the model's own.
+        tuning: "auto" uses the constants that `cake-infer tune` found for the model, "off" does not.
         random_weights: `model` is a config.json or its folder, and the values are random (for benchmarks).
         before_weights: called once config and tokenizer are there and before a weight is read; may raise.
         Raises CakeError's family, each with what to do.
         """
         started = time.perf_counter()
         cache = cache_config(cache, cache_options)
-        EngineOptions(dtype, device, threads, context, rope_scaling, chunk, attention, step, quant)  # checks them
+        EngineOptions(
+            dtype, device, threads, context, rope_scaling, chunk, attention, step, quant, tuning
+        )  # checks them
         target = choose_device(device)
         check_quant(quant, target)
         check_step(step, target)
@@ -169,6 +174,7 @@ class Engine:
             step=step,
             threads=threads or torch.get_num_threads(),
             attention=attention,
+            tuned=read_tuning(path) if tuning == "auto" and not random_weights else (),
             separators=None if tokenizer is None else partial(separator_ids, tokenizer),
         )
         if step == "compiled":

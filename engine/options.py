@@ -20,6 +20,7 @@ from .generation import GenerationConfig
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION = ("auto", "sdpa", "flash_attn", "triton")
 STEPS = ("auto", "compiled", "graph", "eager")
+TUNING = ("auto", "off")
 QUANTS = ("int8", "int4")
 MOST_THREADS = 1024  # torch's own pool crashes the process with too many
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]+)?")
@@ -47,6 +48,7 @@ class EngineOptions:
     attention: str = "auto"
     step: str = "auto"
     quant: str | None = None
+    tuning: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("threads", "context", "chunk"):
@@ -57,7 +59,7 @@ class EngineOptions:
                 raise OptionError(f"{name} must be at least 1, not {value}")
         if self.threads is not None and self.threads > MOST_THREADS:
             raise OptionError(f"threads must be at most {MOST_THREADS:,}, not {self.threads:,}")
-        choices = {"dtype": DTYPES, "attention": ATTENTION, "step": STEPS, "quant": QUANTS}
+        choices = {"dtype": DTYPES, "attention": ATTENTION, "step": STEPS, "quant": QUANTS, "tuning": TUNING}
         for name, known in choices.items():
             value = getattr(self, name)
             if value not in known and not (value is None and name in ("dtype", "quant")):
@@ -162,7 +164,7 @@ CACHE_FLAGS = {
     ),
     "tau1": Flag("CAKE: temperature of a layer's dispersion; default by model and budget", number, "X"),
     "tau2": Flag("CAKE: temperature of a layer's shift; default by model and budget", number, "X"),
-    "gamma": Flag("CAKE: weight of the variance in a token's score", number, "X"),
+    "gamma": Flag("CAKE: weight of the variance in a token's score; default 200", number, "X"),
     "kv_dtype": Flag(
         "number format of the kept keys and values; default bfloat16 for bfloat16 and quantised weights", choices=DTYPES
     ),
@@ -199,6 +201,7 @@ ENGINE_FLAGS = {
         "fastest that can run",
         choices=STEPS,
     ),
+    "tuning": Flag("constants that `tune` found for this model: auto uses them, off does not", choices=TUNING),
     "quant": Flag("int8 or int4 weights, packed once into the cache folder (CPU)", choices=QUANTS),
 }
 

@@ -20,6 +20,7 @@ from ..cache.config import CacheConfig
 from ..cache.layout import ArenaLayout, ArenaSize
 from ..cache.policies import make_hold, make_policy
 from ..cache.policies.base import Policy, PolicyModel
+from ..cache.tuned import Tuned
 from ..cache.view import WindowPass
 from ..errors import BackendError, CakeError, OptionError, PromptError
 from ..models.decoder import Decoder
@@ -83,6 +84,7 @@ class Runner:
         step: str = "auto",
         threads: int = 1,
         attention: str = "auto",
+        tuned: tuple[Tuned, ...] = (),
         separators: Callable[[], frozenset[int]] | None = None,
     ) -> None:
         config = decoder.config
@@ -99,7 +101,7 @@ class Runner:
         self._wanted_step, self._threads = step, threads
         # what torch is set to for a prefill; a thread that looks while another one samples would see 1
         self._cpu_threads = torch.get_num_threads() if decoder.device.type == "cpu" else None
-        self.model = PolicyModel(config.model_type, config.num_layers, config.hidden_size, config.vocab_size)
+        self.model = PolicyModel(config.model_type, config.num_layers, config.hidden_size, config.vocab_size, tuned)
         self._policies: dict[int | None, Policy] = {}
         self._find_separators = separators
         self.tenancy = Tenancy(

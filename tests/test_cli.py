@@ -156,6 +156,7 @@ MODEL_FLAGS: dict[str, Observation] = {
     "--attention": (["--attention", "sdpa"], loaded("attention"), "sdpa"),
     "--step": (["--step", "eager"], loaded("step"), "eager"),
     "--quant": (["--quant", "int8"], loaded("quant"), "int8"),
+    "--tuning": (["--tuning", "off"], loaded("tuning"), "off"),
     "--budget": (["--budget", "3.2%"], cached("budget"), "3.2%"),
     "--kv-memory": (["--kv-memory", "5MiB"], cached("kv_memory"), "5MiB"),
     "--policy": (["--policy", "full"], cached("policy"), "full"),
@@ -221,7 +222,8 @@ FLAGS: dict[str | None, dict[str, Observation]] = {
 # those of plan are in tests/engine/test_plan.py, the others' below: they have no engine
 WITHOUT_ENGINE = {"plan", "policies", "models", "import-gguf"}
 COMPARING = {name for name in cli.COMMANDS if name.startswith("eval ")} | {
-    "inspect"
+    "inspect",
+    "tune",
 }  # every flag of theirs is observed in tests/engine/evaluation
 
 

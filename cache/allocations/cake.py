@@ -9,12 +9,13 @@ is clipped equally; here they are in fp32 with fp64 sums, and seats are dealt ex
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from ...errors import CakeError
 from ..policies.base import PolicyModel
 from ..scores import layer_statistics
+from ..tuned import nearest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,14 +59,17 @@ class CakeAllocation:
 
     tau1: float = 1.0
     tau2: float = 1.0
+    tuned: bool = field(default=False, compare=False)
 
     needs: ClassVar[frozenset[str]] = frozenset({"window_queries"})
 
     @classmethod
     def create(cls, model: PolicyModel, budget: int, *, tau1: float | None, tau2: float | None) -> CakeAllocation:
-        """Explicit taus win over the table, one by one."""
-        table1, table2 = table_taus(model, budget)
-        return cls(table1 if tau1 is None else tau1, table2 if tau2 is None else tau2)
+        """Explicit taus win, one by one, over those that `tune` found, and these over the table."""
+        found = nearest(model.tuned, budget)
+        table1, table2 = table_taus(model, budget) if found is None else (found.tau1, found.tau2)
+        tuned = found is not None and None in (tau1, tau2)
+        return cls(table1 if tau1 is None else tau1, table2 if tau2 is None else tau2, tuned)
 
     def preference(self, view: LayerView, indicator: Tensor) -> float:
         """Raises `CakeError` if the layer's attention is not finite."""
@@ -78,4 +82,4 @@ class CakeAllocation:
         return preference(statistics.dispersion, statistics.shift, self.tau1, self.tau2)
 
     def describe(self) -> str:
-        return f"tau {self.tau1:g}/{self.tau2:g}"
+        return f"tau {self.tau1:g}/{self.tau2:g}{' (tuned)' if self.tuned else ''}"

@@ -28,7 +28,7 @@ PLAIN = (
         WINDOW,
         W_N,
         "CAKE, Qin et al., ICLR 2025, arXiv 2503.12491",
-        (Option("gamma", 200.0, "weight of the variance", least=0), AVERAGE),
+        (Option("gamma", None, "weight of the variance; default 200, or what `tune` found", least=0), AVERAGE),
     ),
     Method(
         "streaming-llm",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
+
+from ..tuned import Tuned
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,6 +25,7 @@ class PolicyModel:
     num_layers: int
     hidden_size: int
     vocab_size: int
+    tuned: tuple[Tuned, ...] = field(default=(), compare=False)  # found for this very model, whatever others share
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,9 @@ def add_comparison_arguments(
     more = "; a rerun continues" if what == "FOLDER" else ""
     group.add_argument("--out", metavar=what, default=out, help=f"where results go{more} (default {out})")
     own = tuple(field.name for field in fields(CacheConfig) if field.name not in SHARED)
-    add_model_arguments(parser, skip=own)
-    parser.set_defaults(policy="full")
+    # a comparison says itself which constants it compares
+    add_model_arguments(parser, skip=(*own, "tuning"))
+    parser.set_defaults(policy="full", tuning="off")
 
 
 def add_row_arguments(parser: argparse.ArgumentParser) -> None:

@@ -81,6 +81,7 @@ def measure(
 
     tokenizer = engine.text_tokenizer()
     longest = {row.task: args.tokens or NEW_TOKENS[row.task] for row in found}
+    newline = tokenizer.encode("\n", add_bos=False)[-1]
     by_name = {row.name: row for row in found}
     after = max(longest.values())
     items = [
@@ -95,13 +96,17 @@ def measure(
             engine.runner, list(item.encoded.prefix), cells, new_tokens=len(suffix) + tokens, on_chunk=on_chunk
         )
 
+        one_line = row.task == "samsum"  # officially a newline ends its replies, and neither it nor a stop begins them
+        never = engine.stop_ids | {newline} if one_line else frozenset[int]()
+
         def ended(ids: list[int]) -> bool:
-            """samsum's replies are one line."""
-            return row.task == "samsum" and "\n" in tokenizer.decode(ids[-1:])
+            return one_line and "\n" in tokenizer.decode(ids[-1:])
 
         results = []
         for kept in reading.kept:
-            ids = greedy_reply(engine.runner, reading, kept, suffix, tokens, stop_ids=engine.stop_ids, ended=ended)
+            ids = greedy_reply(
+                engine.runner, reading, kept, suffix, tokens, stop_ids=engine.stop_ids, ended=ended, not_first=never
+            )
             reply = tokenizer.decode(ids)
             results.append({"reply": reply, "score": score(row.task, reply, row.answers, row.classes)})
         return results

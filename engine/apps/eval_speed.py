@@ -98,7 +98,7 @@ def measure(args: argparse.Namespace, comparison: Comparison, ledger: Ledger, co
 def command_line(args: argparse.Namespace, policy: Combination, budget: str, length: int) -> list[str]:
     """A one-shot run with that policy."""
     words = [sys.executable, "-m", "cake_infer", "--json", "--quiet", "--prompt-tokens", str(length)]
-    words += ["--max-tokens", str(args.tokens), "--temperature", "0", "--seed", "0"]
+    words += ["--max-tokens", str(args.tokens), "--temperature", "0", "--seed", "0", "--tuning", "off"]
     if args.random_weights is not None:
         words += ["--random-weights", args.random_weights]
     else:

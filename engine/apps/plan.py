@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         skip=(
             "threads",
+            "tuning",
             "attention",
             "step",
             "tau1",

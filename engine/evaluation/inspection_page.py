@@ -27,10 +27,10 @@ main { display: grid; grid-template-columns: minmax(20rem, 34rem) minmax(0, 1fr)
   padding: 0.3rem 1.6rem 2rem; align-items: start; }
 section { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
 #map { position: sticky; top: 0.8rem; max-height: calc(100vh - 1.6rem); overflow-y: auto; padding: 0.8rem; }
-#map h2, #text h2 { font-size: 0.8rem; font-weight: 600; color: var(--dim); margin: 0 0 0.5rem; }
-.layer { display: grid; grid-template-columns: 2.6rem 1fr 5.5rem 3.4rem; gap: 0.5rem; align-items: center; width: 100%;
+#map h2 { font-size: 0.8rem; font-weight: 600; color: var(--dim); margin: 0 0 0.5rem; }
+.layer { display: grid; grid-template-columns: 2.2rem 1fr 6.8rem 3rem; gap: 0.5rem; align-items: center; width: 100%;
   border: 0; border-radius: 5px; padding: 1px 4px; background: none; font-size: 11px; text-align: left; }
-.layer:hover { background: var(--strip); } .layer[aria-pressed=true] { background: rgb(var(--heat) / 0.18); }
+button.layer:hover { background: var(--strip); } .layer[aria-pressed=true] { background: rgb(var(--heat) / 0.18); }
 .layer canvas { width: 100%; height: 9px; background: var(--strip); border-radius: 2px; display: block; }
 .bar { position: relative; height: 9px; background: var(--strip); border-radius: 2px; }
 .bar i { position: absolute; inset: 0 auto 0 0; background: rgb(var(--heat) / 0.85); border-radius: 2px; }
@@ -193,7 +193,8 @@ BODY = """
 <label>policy <select id="cell"></select></label>
 <span>kept <b id="share"></b>, <b id="mean"></b> tokens a layer and head</span></header>
 <main>
-<section id="map"><h2>layer &nbsp; where in the text it kept tokens &nbsp; budget {mark}</h2>
+<section id="map"><h2 class="layer"><span>layer</span><span>where in the text it kept tokens</span>
+<span title="the bar is the layer's budget, the line its preference">budget, preference</span><span></span></h2>
 <div id="layers"></div>
 <div id="heads"></div></section>
 <section id="text"><div class="legend"><button id="all" aria-pressed="true">all layers</button>
@@ -212,7 +213,6 @@ def inspection_page(title: str, data: dict[str, Any]) -> str:
         tokens=f"{len(data['tokens']):,}",
         layers=data["layers"],
         heads=data["heads"],
-        mark="(bar) and preference (line)",
     )
     text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
     data_block = f'<script type="application/json" id="data">{text}</script>'

@@ -29,8 +29,10 @@ def greedy_reply(
     *,
     stop_ids: frozenset[int] = frozenset(),
     ended: Ended | None = None,
+    not_first: frozenset[int] = frozenset(),
 ) -> list[int]:
-    """The likeliest reply of at most `tokens`, a stop token left out; `ended` may end it earlier.
+    """The likeliest reply of at most `tokens`, a stop token left out; `ended` may end it earlier, and it does not begin
+    with an id of `not_first`.
 
     The suffix is read as a piece on top of the kept rows, which are copied out of the full cache: that one stays as it
     is, for the next policy.
@@ -56,7 +58,10 @@ def greedy_reply(
         runner.step.prepare(arena, sequence, window=runner.cache.window)
     found: list[int] = []
     while len(found) < tokens:
-        token = int(allowed(runner, logits).argmax())
+        logits = allowed(runner, logits)
+        if not_first and not found:
+            logits[list(not_first)] = float("-inf")
+        token = int(logits.argmax())
         if token in stop_ids:
             break
         found.append(token)

@@ -15,7 +15,7 @@ from cake_infer.errors import BudgetError, OptionError
 def test_defaults_are_those_of_the_paper() -> None:
     config = CacheConfig()
     assert (config.budget, config.policy, config.window, config.decode_policy) == (1024, "cake", 32, "grow")
-    assert (config.gamma, config.pool, config.tau1, config.tau2) == (200.0, 5, None, None)
+    assert (config.gamma, config.pool, config.tau1, config.tau2) == (None, 5, None, None)
     with pytest.raises(FrozenInstanceError):
         config.window = 4  # type: ignore[misc]
 

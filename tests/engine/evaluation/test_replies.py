@@ -54,3 +54,4 @@ def test_a_stop_token_is_left_out_and_an_end_of_ones_own_is_not(tmp_path, write_
     place = whole.index(whole[4])
     assert greedy_reply(runner, reading, None, [], TOKENS, stop_ids=frozenset({whole[4]})) == whole[:place]
     assert greedy_reply(runner, reading, None, [], TOKENS, ended=lambda ids: len(ids) == 3) == whole[:3]
+    assert whole[0] not in greedy_reply(runner, reading, None, [], 1, not_first=frozenset(whole[:1]))
