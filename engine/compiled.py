@@ -108,6 +108,7 @@ class CompiledStep:
         """Work space for n sequences with rows of so many columns."""
         if n == self._room[0] and columns <= self._room[1]:
             return
+        from .kernels.attention import PIECES
         from .kernels.digits import scratch_bytes
 
         config, threads = self.decoder.config, self.threads
@@ -124,6 +125,7 @@ class CompiledStep:
             floats(threads, n, wide + 64),  # apart in memory: no two threads share a cache line
             np.zeros((threads, n, scratch_bytes(widest)), dtype=np.int8),
             floats(threads, group, config.head_dim),
+            floats(threads, group, PIECES[-1]),
             floats(n, (config.num_heads + 2 * kv_heads) * config.head_dim),
             floats(n, kv_heads, group, columns),
             floats(n, kv_heads, pieces, group),

@@ -16,13 +16,13 @@ from .rows import AHEAD, key_products, weighted_values
 from .vectors import WIDTH, exponentials, largest
 
 NEVER = np.float32(-np.inf)
-SHORT_PIECE, LONG_PIECE = 64, 256
+PIECES = (64, 128, 256)  # columns of a piece, of rows up to 256, up to 1,024, and longer
 
 
 @njit(error_model="numpy")
 def piece_columns(columns: Any) -> Any:
     """Columns in a piece of a row with so many columns."""
-    return SHORT_PIECE if columns <= 1024 else LONG_PIECE
+    return PIECES[0] if columns <= 256 else PIECES[1] if columns <= 1024 else PIECES[2]
 
 
 @njit(error_model="numpy")
@@ -45,6 +45,7 @@ def attend_piece(
     top: Any,  # fp32 [group], written: largest logit (-inf if nothing is seen), sum of exponentials, weighted values
     total: Any,
     output: Any,  # fp32 [group, head_dim]
+    weights: Any,  # fp32 [group, the longest piece], work space
     lanes: Any,  # tuples whose lengths are head_dim / 16 (or 0) and the group: see rows.py
     heads: Any,
 ) -> None:
@@ -57,7 +58,6 @@ def attend_piece(
             if position[first + column] <= oldest:
                 for g in range(group):
                     logits[g, at + column] = NEVER
-    weights = np.empty((group, count), np.float32)
     whole = count // WIDTH * WIDTH
     for g in range(group):
         line, weight = logits[g, at : at + count], weights[g]

@@ -97,12 +97,12 @@ def group_products(typingctx: Any, data: Any, factors: Any, vector: Any, sums: A
 def int4_rows(address: int, factors: int, begin: int, end: int, x: Any, scratch: Any, out: Any, at: int) -> None:
     """`out[s, at + r] = matrix[r] . x[s]` for rows begin..end of an int4 matrix and every vector; see digits.take."""
     if SUPPORTED and x.shape[1] >= SPAN:
-        groups, stride = x.shape[1] // GROUP, stride_of(scratch[0])
+        groups, stride, taken = x.shape[1] // GROUP, stride_of(scratch[0]), scratch.ctypes.data
         for row in range(begin, end):
             data, pairs = address + row * groups * 16, factors + row * groups * 4
             ask_for(pairs + AHEAD // 4, groups * 4)
             for s in range(x.shape[0]):
-                out[s, at + row] = int4_products(data, pairs, scratch[s].ctypes.data, stride, groups)
+                out[s, at + row] = int4_products(data, pairs, taken + s * scratch.strides[0], stride, groups)
     else:
         widened_rows(address, factors, begin, end, x, out, at)
 
@@ -118,8 +118,10 @@ def widened_rows(address: int, factors: int, begin: int, end: int, x: Any, out: 
             for number in x[s, group * GROUP : (group + 1) * GROUP]:
                 total += number
             sums[s, group] = total
+    vector, added = x.ctypes.data, sums.ctypes.data
     for row in range(begin, end):
         data, pairs = address + row * groups * 16, factors + row * groups * 4
         ask_for(pairs + AHEAD // 4, groups * 4)
         for s in range(vectors):
-            out[s, at + row] = group_products(data, pairs, x[s].ctypes.data, sums[s].ctypes.data, groups)
+            place = vector + s * x.strides[0]
+            out[s, at + row] = group_products(data, pairs, place, added + s * sums.strides[0], groups)

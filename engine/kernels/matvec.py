@@ -132,13 +132,17 @@ def stored_rows(address: int, begin: int, end: int, x: Any, out: Any, at: int, l
     row_bytes = columns * like.itemsize
     rounds = row_bytes // LINE
     whole = rounds * LINE // like.itemsize
+    # addresses, not views: a view in the inner loop costs as much as a short row
+    vector, target = x.ctypes.data, out.ctypes.data + 4 * at
     row = begin
     while row + BLOCK <= end:
         start = address + row * row_bytes
         for s in range(x.shape[0]):
-            block_products(start, row_bytes, x[s].ctypes.data, rounds, out[s].ctypes.data + 4 * (at + row), like)
-            for r in range(BLOCK):
-                out[s, at + row + r] += scalar_product(x[s], matrix[row + r], whole)
+            place = target + s * out.strides[0] + 4 * row
+            block_products(start, row_bytes, vector + s * x.strides[0], rounds, place, like)
+            if whole < columns:
+                for r in range(BLOCK):
+                    out[s, at + row + r] += scalar_product(x[s], matrix[row + r], whole)
         row += BLOCK
     while row < end:
         for s in range(x.shape[0]):
@@ -152,13 +156,15 @@ def integer_rows(address: int, begin: int, end: int, x: Any, scratch: Any, out: 
     columns = x.shape[1]
     lines, stride = columns // LINE, stride_of(scratch[0])
     matrix = carray(pointer(address, np.empty(0, np.int8)), (end, columns))
+    taken, target = scratch.ctypes.data, out.ctypes.data + 4 * at
     row = begin
     while row + BLOCK <= end:
         for s in range(x.shape[0]):
-            target = out[s].ctypes.data + 4 * (at + row)
-            int8_products(address + row * columns, columns, scratch[s].ctypes.data, stride, lines, target)
-            for r in range(BLOCK):
-                out[s, at + row + r] += scalar_product(x[s], matrix[row + r], lines * LINE)
+            place = target + s * out.strides[0] + 4 * row
+            int8_products(address + row * columns, columns, taken + s * scratch.strides[0], stride, lines, place)
+            if lines * LINE < columns:
+                for r in range(BLOCK):
+                    out[s, at + row + r] += scalar_product(x[s], matrix[row + r], lines * LINE)
         row += BLOCK
     while row < end:
         for s in range(x.shape[0]):

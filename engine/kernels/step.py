@@ -173,6 +173,7 @@ def decode_step(
     local: Any,  # fp32 [threads, n, max(hidden, heads * head_dim)]
     scratch: Any,  # int8 [threads, n, bytes]: see kernels/digits.py
     turned: Any,  # fp32 [threads, group, head_dim]
+    weights: Any,  # fp32 [threads, group, the longest piece]
     qkv: Any,  # fp32 [n, (heads + 2 kv_heads) * head_dim]
     logits: Any,  # fp32 [n, kv_heads, group, columns]
     top: Any,  # fp32 [n, kv_heads, pieces, group]
@@ -225,6 +226,7 @@ def decode_step(
         add_bias(qkv, qkv_bias[layer, at:], begin, end, at)
         met += 1
         meet(counter, met, threads)
+        turned_for = -1  # pieces of one head follow each other
         for task in range(tasks * thread // threads, tasks * (thread + 1) // threads):
             s, head, piece = 0, 0, task
             while piece >= pieces_of(length[s, layer, head] + 1):
@@ -235,14 +237,16 @@ def decode_step(
             columns = length[s, layer, head] + 1
             first = offset[s, layer, head]
             queries = turned[thread]
-            for g in range(group):
+            for g in range(group if turned_for != s * kv_heads + head else 0):
                 query = qkv[s, (head * group + g) * dim : (head * group + g + 1) * dim]
                 rotated_into(query, head_norms[layer, 0], eps, cos[s], sin[s], np.float32(1.0), queries[g])
-                if piece == 0 and rings[s]:
+                # a head whose pieces two threads share is written twice, alike
+                if rings[s]:
                     ring = carray(pointer(rings[s], hidden), (layers, window, heads, dim))
                     ring[layer, places[s] % window, head * group + g] = queries[g]
                 for d in range(dim):
                     queries[g, d] *= query_scale
+            turned_for = s * kv_heads + head
             size = piece_columns(columns)
             at = piece * size
             if at + size >= columns:
@@ -265,6 +269,7 @@ def decode_step(
                 top[s, head, piece],
                 total[s, head, piece],
                 parts[s, head, piece],
+                weights[thread],
                 lanes,
                 group_like,
             )
