@@ -269,8 +269,8 @@ def test_rows_kept_from_a_batch_are_those_of_a_reply_alone(
     options = {"context": 256, **CACHES[cache]}
     eager, graphed = make_runner(folder, step="eager", **options), make_graphed(folder, **options)
     plan = generation(max_new_tokens=15)
-    prompts = [random_ids(30, seed=n) for n in range(3)]
-    stop = reply(eager, Sequence(), prompts[0], plan)[6].id
+    prompts = [random_ids(count, seed=count) for count in (3, 9, 40)]  # of 4 seats one is empty
+    stop = reply(eager, Sequence(), prompts[2], plan)[6].id
     expected, sequences = [], [Sequence() for _ in prompts]
     for prompt in prompts:
         sequence = Sequence()
