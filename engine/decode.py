@@ -71,7 +71,7 @@ def batch_step(
         together = decoder.device.type != "cpu"
     parts = [slice(0, count)] if together else [slice(i, i + 1) for i in range(count)]
     for index in range(config.num_layers):
-        layer = decoder.widened(index)
+        layer = decoder.for_step(index, count)
         queries = hidden.new_empty(config.num_heads, count, config.head_dim)
         keys, values = (hidden.new_empty(config.num_kv_heads, count, config.head_dim) for _ in range(2))
         for part in parts:

@@ -112,7 +112,7 @@ class Engine:
 
         cache: a CacheConfig, or give its fields as keywords (budget=1024, policy="cake", decode_policy="hold", ...).
         dtype: storage of the weights, default the checkpoint's; on a CPU they are multiplied in fp32.
-        quant: "int8" or "int4" packs the weights, once, into the user's cache folder (CPU).
+        quant: "int8" or "int4" (CPU only) packs the weights, once, into the user's cache folder.
         threads: CPU threads, default one per core; set for the whole process's torch. step: what decodes, see
         `engine/stepper.py`. context: the most tokens of a text, default the model's own.
         tuning: "auto" uses the constants that `cake-infer tune` found for the model, "off" does not.
@@ -193,7 +193,7 @@ class Engine:
             decoder = random_decoder(config, device=self.device, dtype=self.dtype, seed=seed)
             return as_quantised(decoder, self.quant) if self.quant else decoder
         if self.quant:
-            return load_quantised(path, config, self.quant, on_progress=on_progress)
+            return load_quantised(path, config, self.quant, device=self.device, on_progress=on_progress)
         return load_decoder(path, config, device=self.device, dtype=self.dtype, on_progress=on_progress)
 
     def check_room(self, prompt_tokens: int, config: GenerationConfig | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -29,12 +30,14 @@ def choose_device(name: str | None) -> torch.device:
 
 def check_quant(quant: str | None, device: torch.device) -> None:
     """Raise BackendError for a quantisation that the device has no products for."""
-    if quant is None:
+    if quant is None or device.type == "cpu":
         return
-    if device.type != "cpu":
+    if quant != "int8":
         raise BackendError(
-            f"{quant} weights run on a CPU only: leave the option quant out, or set the option device to cpu"
+            f"{quant} weights run on a CPU only: set the option quant to int8, or the option device to cpu"
         )
+    if importlib.util.find_spec("triton") is None:
+        raise BackendError("int8 weights need the package triton on a GPU: install it, or leave the option quant out")
 
 
 def context_limit(asked: int | None, config: ModelConfig) -> int:

@@ -16,10 +16,10 @@ from ..cache.layout import ArenaLayout, ArenaSize, arena_size, budget_within, sh
 from ..cache.store import BOUNCE_BYTES, OVERLAPPING
 from ..errors import MemoryLimit, OptionError, WeightsError
 from ..models.config import ModelConfig, read_config
-from ..models.decoder import product_dtype
 from ..models.headers import tensor_headers
 from ..models.packed import quantised_bytes
 from ..models.parameters import layer_parameters
+from ..models.products import product_dtype
 from ..models.weights import DTYPES, weight_bytes
 from ..models.workspace import widest, workspace_elements
 from .available import Available, available_memory
@@ -92,7 +92,8 @@ def plan_run(
     `weights` bytes of matrices in the dtype `stored`. `batch`: so many such prompts are decoded together, as far as
     `kv_memory` has room for them. Raises BudgetError where the budget is below its minimum.
     """
-    compute_dtype = torch.float32 if torch.device(device).type == "cpu" else stored
+    narrow = stored if stored.is_floating_point else torch.bfloat16  # what quantised weights are multiplied in on a GPU
+    compute_dtype = torch.float32 if torch.device(device).type == "cpu" else narrow
     kept_dtype = kv_dtype(cache, stored, compute_dtype)
     products = product_dtype(stored, torch.device(device))
     layout = ArenaLayout(config.num_layers, config.num_kv_heads, config.head_dim, kept_dtype, products)

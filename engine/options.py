@@ -202,7 +202,7 @@ ENGINE_FLAGS = {
         choices=STEPS,
     ),
     "tuning": Flag("constants that `tune` found for this model: auto uses them, off does not", choices=TUNING),
-    "quant": Flag("int8 or int4 weights, packed once into the cache folder (CPU)", choices=QUANTS),
+    "quant": Flag("int8 or int4 weights, packed once into the cache folder; int4 on a CPU only", choices=QUANTS),
 }
 
 # fields that are constants of the method rather than choices of a user

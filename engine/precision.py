@@ -14,4 +14,5 @@ def kv_dtype(cache: CacheConfig, stored: torch.dtype, compute: torch.dtype) -> t
     computed."""
     if cache.kv_dtype is not None:
         return DTYPES[cache.kv_dtype]
-    return torch.bfloat16 if stored in (torch.bfloat16, torch.int8, torch.uint8) else compute
+    narrow = stored in (torch.bfloat16, torch.int8, torch.uint8)
+    return torch.bfloat16 if narrow and compute == torch.float32 else compute

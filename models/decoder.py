@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .config import ModelConfig
-from .quantisation import Matrix, embedded, widen_into
+from .products import INT8_TOKENS, linear, product_dtype, shape_of
+from .quantisation import Int8Matrix, Matrix, embedded, widen_into
 from .rope import rotate_into
 from .workspace import Workspace
 
@@ -84,7 +85,9 @@ class Decoder:
         self.lm_head = lm_head  # [vocab_size, hidden_size]
         self.compute_dtype = compute_dtype
         self.scale = config.head_dim**-0.5
-        self.product_dtype = product_dtype(self.dtype, self.device)
+        self.product_dtype = product_dtype(self.dtype, self.device) if self.device.type == "cpu" else compute_dtype
+        # whether few tokens meet an int8 matrix as it is, without a widened copy; can be set
+        self.int8_products = self.dtype == torch.int8 and self.device.type == "cuda"
         self._buffer: Tensor | None = None  # bytes of one layer's converted matrices
         self._in_buffer: tuple[int, torch.dtype, Layer] | None = None
 
@@ -124,6 +127,14 @@ class Decoder:
     def widened(self, index: int) -> Layer:
         """Layer `index` in the compute dtype: itself, or a copy that is valid until another layer is asked for."""
         return self._converted(index, self.compute_dtype, norms=True)
+
+    def for_step(self, index: int, tokens: int) -> Layer:
+        """Layer `index` for so many tokens of a decode step: as it is stored where there are int8 products for it, else
+        `widened`."""
+        return self.layers[index] if self._few(tokens) else self.widened(index)
+
+    def _few(self, tokens: int) -> bool:
+        return self.int8_products and tokens <= INT8_TOKENS
 
     def for_products(self, index: int) -> Layer:
         """Layer `index` for the products of many tokens: its matrices in `product_dtype`, norms as they are stored.
@@ -173,19 +184,19 @@ class Decoder:
     def attention_norm(self, layer: Layer, hidden: Tensor, work: Workspace | None = None) -> Tensor:
         """The input of attention, [n, hidden_size]; in a workspace it stays until `attention_output`."""
         place = work.normed(hidden.shape[0]) if work else None
-        return self._rms_norm(hidden, layer.input_layernorm, place, layer.q_proj.dtype)
+        return self._rms_norm(hidden, layer.input_layernorm, place, self._dtype_for(layer.q_proj))
 
     def mlp_norm(self, layer: Layer, hidden: Tensor, work: Workspace | None = None) -> Tensor:
         """The input of the MLP, [n, hidden_size]."""
         place = work.normed(hidden.shape[0]) if work else None
-        return self._rms_norm(hidden, layer.post_attention_layernorm, place, layer.q_proj.dtype)
+        return self._rms_norm(hidden, layer.post_attention_layernorm, place, self._dtype_for(layer.q_proj))
 
     def queries(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, work: Workspace | None = None) -> Tensor:
         """Rotated queries, contiguous [num_heads, n, head_dim], of normed hidden states `x` [n, hidden_size].
 
         `cos` and `sin`: fp32 [n, head_dim / 2] from `Rotary.cos_sin`.
         """
-        projected = _linear(x, layer.q_proj, layer.q_bias, work.left(*_shape(x, layer.q_proj)) if work else None)
+        projected = linear(x, layer.q_proj, layer.q_bias, work.left(*shape_of(x, layer.q_proj)) if work else None)
         heads = self._heads(projected, layer.q_norm)
         out = (
             work.right(*projected.shape).view(heads.shape)
@@ -207,28 +218,28 @@ class Decoder:
     ) -> None:
         """Write rotated keys and values of normed hidden states `x` [n, hidden_size] into two views, each
         [num_kv_heads, n, head_dim], strided as they may be."""
-        place = work.left(*_shape(x, layer.k_proj)) if work else None
-        keys = _linear(x, layer.k_proj, layer.k_bias, place)
+        place = work.left(*shape_of(x, layer.k_proj)) if work else None
+        keys = linear(x, layer.k_proj, layer.k_bias, place)
         rotate_into(out_keys, self._heads(keys, layer.k_norm), cos, sin)
-        out_values.copy_(self._heads(_linear(x, layer.v_proj, layer.v_bias, place), None))
+        out_values.copy_(self._heads(linear(x, layer.v_proj, layer.v_bias, place), None))
 
     def attention_output(self, layer: Layer, attention: Tensor, work: Workspace | None = None) -> Tensor:
         """Output projection, [n, hidden_size], of the heads' results [num_heads, n, head_dim]."""
         heads, n, head_dim = attention.shape
         if work is None:
-            flat = attention.transpose(0, 1).flatten(1).to(layer.o_proj.dtype)
-            return F.linear(flat, layer.o_proj, layer.o_bias)
+            flat = attention.transpose(0, 1).flatten(1).to(self._dtype_for(layer.o_proj))
+            return linear(flat, layer.o_proj, layer.o_bias, None)
         flat = work.left(n, heads * head_dim)
         flat.view(n, heads, head_dim).copy_(attention.transpose(0, 1))
-        return _linear(flat, layer.o_proj, layer.o_bias, work.normed(n))
+        return linear(flat, layer.o_proj, layer.o_bias, work.normed(n))
 
     def mlp(self, layer: Layer, x: Tensor, work: Workspace | None = None) -> Tensor:
         """The gated MLP, [n, hidden_size]; holds two arrays of [n, intermediate_size], no third."""
-        shape = _shape(x, layer.gate_proj)
-        gate = _linear(x, layer.gate_proj, layer.gate_bias, work.left(*shape) if work else None)
+        shape = shape_of(x, layer.gate_proj)
+        gate = linear(x, layer.gate_proj, layer.gate_bias, work.left(*shape) if work else None)
         self._activate_(gate)
-        gate.mul_(_linear(x, layer.up_proj, layer.up_bias, work.right(*shape) if work else None))
-        return _linear(gate, layer.down_proj, layer.down_bias, work.normed(shape[0]) if work else None)
+        gate.mul_(linear(x, layer.up_proj, layer.up_bias, work.right(*shape) if work else None))
+        return linear(gate, layer.down_proj, layer.down_bias, work.normed(shape[0]) if work else None)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits, fp32 [n, vocab_size], of hidden states [n, hidden_size] after the last layer.
@@ -238,6 +249,8 @@ class Decoder:
         x = self._rms_norm(hidden, self.norm)
         if isinstance(self.lm_head, Tensor) and self.lm_head.dtype == self.compute_dtype:
             return F.linear(x, self.lm_head).float()
+        if isinstance(self.lm_head, Int8Matrix) and self._few(x.shape[0]):
+            return linear(x, self.lm_head, None, None, torch.float32)
         vocab_size, hidden_size = self.lm_head.shape
         rows = max(1, min(vocab_size, _HEAD_TILE // hidden_size))
         tile = torch.empty(rows, hidden_size, dtype=self.compute_dtype, device=self.device)
@@ -246,6 +259,10 @@ class Decoder:
             part = tile[: min(rows, vocab_size - start)]
             logits[:, start : start + rows] = F.linear(x, widen_into(part, self.lm_head, start))
         return logits
+
+    def _dtype_for(self, matrix: Matrix) -> torch.dtype:
+        """What a matrix is multiplied in: its own dtype, but for quantised ones."""
+        return matrix.dtype if isinstance(matrix, Tensor) else self.compute_dtype
 
     def _heads(self, projected: Tensor, norm: Tensor | None) -> Tensor:
         """A view [heads, n, head_dim] of a projection [n, heads * head_dim], normed per head, in place, where a norm is
@@ -278,25 +295,3 @@ class Decoder:
         else:
             approximate = "tanh" if self.config.hidden_act == "gelu_tanh" else "none"
             torch.ops.aten.gelu_(gate, approximate=approximate)
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-    """x @ weight^T + bias, into `out` where given."""
-    if out is None:
-        return F.linear(x, weight, bias)
-    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
-
-
-def _shape(x: Tensor, weight: Tensor) -> tuple[int, int]:
-    """The shape of x @ weight^T."""
-    return x.shape[0], weight.shape[0]
-
-
-def product_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """In what a prefill multiplies: as stored on a GPU, in fp32 on a CPU, but in bf16 where the CPU has matrix
-    instructions for it (AMX) and the weights carry no more. Hidden states, norms and rotation stay in fp32 there."""
-    if device.type != "cpu":
-        return stored
-    narrow = stored in (torch.bfloat16, torch.int8, torch.uint8)
-    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    return torch.bfloat16 if narrow and torch.backends.mkldnn.enabled and has_amx() else torch.float32

@@ -33,12 +33,18 @@ OnProgress = Callable[[int, int], None]
 
 
 def load_quantised(
-    folder: str | Path, config: ModelConfig, quant: str, *, on_progress: OnProgress | None = None
+    folder: str | Path,
+    config: ModelConfig,
+    quant: str,
+    *,
+    device: torch.device | str = "cpu",
+    on_progress: OnProgress | None = None,
 ) -> Decoder:
     """A model of the folder with matrices in a format of QUANTS, embedding and head included; the rest as it is stored.
 
-    The packed file is made on first use and mapped afterwards. Where nothing can be written, the matrices are packed
-    in memory, with a warning. Raises WeightsError as `load_decoder` does.
+    The packed file is made on first use and mapped afterwards; to another device than a CPU it is copied.
+    Where nothing can be written, the matrices are packed in memory, with a warning. Raises WeightsError as
+    `load_decoder` does.
     """
     target = packed_folder(folder, quant)
     remove_leftovers(target.parent)
@@ -49,7 +55,7 @@ def load_quantised(
             _write(target, tensors)
         except CakeError as error:
             log.warning("%s weights are packed anew at each start: %s", quant, error)
-            return _assembled(decoder.config, quant, tensors)
+            return _assembled(decoder.config, quant, tensors, torch.device(device))
         del decoder, tensors
     headers = file_headers(target / FILE)
     loader = Loader(torch.device("cpu"), headers.values())
@@ -58,14 +64,13 @@ def load_quantised(
     wanted = set(_names(config))
     if wanted != set(headers):
         raise WeightsError(f"{target / FILE} does not fit the model's config.json: remove it, and it is made anew")
-    return _assembled(
-        config, quant, {name: loader.map(header, types[header.dtype]) for name, header in headers.items()}
-    )
+    mapped = {name: loader.map(header, types[header.dtype]) for name, header in headers.items()}
+    return _assembled(config, quant, mapped, torch.device(device))
 
 
 def as_quantised(decoder: Decoder, quant: str) -> Decoder:
     """The same model with quantised matrices, in memory."""
-    return _assembled(decoder.config, quant, _quantised(decoder, quant))
+    return _assembled(decoder.config, quant, _quantised(decoder, quant), decoder.device, decoder.compute_dtype)
 
 
 def quantised_bytes(config: ModelConfig, quant: str) -> int:
@@ -116,12 +121,19 @@ def _names(config: ModelConfig) -> list[str]:
     return names
 
 
-def _assembled(config: ModelConfig, quant: str, tensors: dict[str, Tensor]) -> Decoder:
+def _assembled(
+    config: ModelConfig,
+    quant: str,
+    tensors: dict[str, Tensor],
+    device: torch.device,
+    compute_dtype: torch.dtype | None = None,
+) -> Decoder:
     kind = Int8Matrix if quant == "int8" else Int4Matrix
     matrices: dict[str, Matrix] = {}
     for name, shape in parameter_shapes(config).items():
-        matrices[name] = kind(tensors[name], tensors[name + FACTORS]) if len(shape) == 2 else tensors[name]
-    return assemble(config, matrices, torch.device("cpu"))
+        tensor = tensors[name].to(device)
+        matrices[name] = kind(tensor, tensors[name + FACTORS].to(device)) if len(shape) == 2 else tensor
+    return assemble(config, matrices, device, compute_dtype)
 
 
 def _with_biases(config: ModelConfig, names: Iterable[str]) -> ModelConfig:

@@ -222,8 +222,17 @@ class Loader:
         return data.view(dtype).view(header.shape)
 
 
-def assemble(config: ModelConfig, parameters: Mapping[str, Matrix], device: torch.device) -> Decoder:
-    """A decoder of named parameters, each used once."""
+def assemble(
+    config: ModelConfig,
+    parameters: Mapping[str, Matrix],
+    device: torch.device,
+    compute_dtype: torch.dtype | None = None,
+) -> Decoder:
+    """A decoder of named parameters, each used once.
+
+    `compute_dtype`: by default fp32 on a CPU, elsewhere that of the matrices; of quantised ones that of the norms if it
+    is a narrow one, else bf16.
+    """
     tensors: dict[str, Any] = dict(parameters)
     layers = [
         Layer(**{parameter.field: tensors.pop(parameter.full_name(index)) for parameter in layer_parameters(config)})
@@ -232,5 +241,8 @@ def assemble(config: ModelConfig, parameters: Mapping[str, Matrix], device: torc
     embedding, norm = tensors.pop(EMBEDDING), tensors.pop(FINAL_NORM)
     head = embedding if config.tie_word_embeddings else tensors.pop(HEAD)
     assert not tensors, f"parameters without a place: {list(tensors)}"
-    compute_dtype = torch.float32 if device.type == "cpu" else layers[0].q_proj.dtype
+    if compute_dtype is None:
+        stored = layers[0].q_proj.dtype
+        narrow = norm.dtype if norm.dtype.itemsize == 2 else torch.bfloat16
+        compute_dtype = torch.float32 if device.type == "cpu" else stored if stored.is_floating_point else narrow
     return Decoder(config, layers, embedding, norm, head, compute_dtype)
