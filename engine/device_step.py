@@ -178,10 +178,15 @@ def _angles(state: DeviceState) -> tuple[Tensor, Tensor]:
 
 
 def _fixed(decoder: Decoder, layer: Layer) -> Layer:
-    """A layer whose tensors stay where they are: with its vectors in the compute dtype, and so its matrices already."""
+    """A layer whose tensors stay where they are: with its vectors in the compute dtype, and so its matrices already; or
+    with int8 matrices that are multiplied as they are stored."""
+    if decoder.int8_products:
+        return layer
     found = {}
     for field in fields(Layer):
         tensor = getattr(layer, field.name)
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise BackendError("a graph has no products with these packed weights: take the step eager")
         if isinstance(tensor, Tensor) and tensor.dtype != decoder.compute_dtype:
             if tensor.ndim > 1 and decoder.device.type != "cpu":
                 raise BackendError("a graph needs matrices of one dtype: take the step eager, or set the option dtype")

@@ -10,7 +10,20 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent / "gpu"
-PARTS = {"kernels", "ids", "batch", "families", "text", "launches", "bandwidth", "decode", "small", "prefill", "peers"}
+PARTS = {
+    "kernels",
+    "ids",
+    "batch",
+    "families",
+    "text",
+    "launches",
+    "bandwidth",
+    "decode",
+    "int8",
+    "small",
+    "prefill",
+    "peers",
+}
 
 
 def check(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from cake_infer.cache.config import CacheConfig
 from cake_infer.engine.attention import Sdpa
 from cake_infer.engine.attention import rows as plain
 from cake_infer.engine.batch import Batch
@@ -15,10 +16,14 @@ from cake_infer.engine.device_step import DeviceState, DeviceStep
 from cake_infer.engine.generation import GenerationConfig, resolve_generation
 from cake_infer.engine.graph import Ahead, Uncaptured
 from cake_infer.engine.picker import Picker
+from cake_infer.engine.runner import Runner
 from cake_infer.engine.sampling import NOT_FINITE, sample
 from cake_infer.engine.sequence import Sequence
 from cake_infer.engine.stepper import GraphStep
 from cake_infer.errors import BackendError, CakeError
+from cake_infer.models.config import read_config
+from cake_infer.models.packed import as_quantised
+from cake_infer.models.weights import load_decoder
 from torch.utils._python_dispatch import TorchDispatchMode
 
 FAMILIES = {
@@ -178,6 +183,22 @@ def test_the_triton_kernels_decode_ahead_as_plain_attention_does(
             got += batch.step()
     for sequence, ids in zip(sequences, expected, strict=True):
         assert [outcome.token.id for outcome in got if outcome.sequence is sequence] == ids
+
+
+def test_int8_weights_are_multiplied_as_they_are_stored(tmp_path, write_checkpoint, random_ids):
+    pytest.importorskip("triton")
+    folder = write_checkpoint(tmp_path / "model")
+    decoder = as_quantised(load_decoder(folder, read_config(folder)), "int8")
+    with pytest.raises(BackendError, match="no products with these packed weights"):
+        DeviceStep(decoder, Ragged(), window=4, hold=False)
+    decoder.int8_products = True  # as on a GPU
+    runner = Runner(decoder, CacheConfig(budget=12, window=4), context=256, chunk=64, step="eager")
+    plan = generation(max_new_tokens=5)
+    expected = reply(runner, Sequence(), random_ids(20), plan)
+    runner.attention = Ragged()
+    runner.step = GraphStep(decoder, runner.attention, runner.make_ahead())
+    assert runner.ahead._step._layers[0].q_proj is decoder.layers[0].q_proj
+    assert reply(runner, Sequence(), random_ids(20), plan) == expected
 
 
 def test_hold_puts_back_what_the_step_ahead_exchanged_at_every_length(

@@ -17,7 +17,20 @@ import time
 
 from setting import DRY, GPU, Check, register, report, use_interpreter
 
-PARTS = ("kernels", "ids", "batch", "families", "text", "launches", "bandwidth", "decode", "small", "prefill", "peers")
+PARTS = (
+    "kernels",
+    "ids",
+    "batch",
+    "families",
+    "text",
+    "launches",
+    "bandwidth",
+    "decode",
+    "int8",
+    "small",
+    "prefill",
+    "peers",
+)
 
 
 def main() -> int:

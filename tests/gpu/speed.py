@@ -121,6 +121,25 @@ def decode(check: Check) -> None:
         check.measured(f"CAKE over full, batch {batch}", ratio, "x", bar, ratio >= 0.9 * bytes_ratio)
 
 
+def int8(check: Check) -> None:
+    """int8 weights at batch 1 and a short context: whether they beat bf16 (needs the part decode for that)."""
+    from cake_infer.models.packed import as_quantised
+
+    scale, context = check.scale, check.scale.contexts[0]
+    decoder = as_quantised(check.decoder(scale.large), "int8")
+    decoder.int8_products = True  # so it is on a GPU; a dry run has the interpreter
+    runner = check.runner(decoder, policy="full")
+    lengths = np.full(decoder.config.num_layers, context)
+    filled = Filled(check, runner, lengths, context, 1, scale.steps + WARM + 3)
+    seconds, moved = filled.seconds(scale.steps), filled.weights + filled.kv
+    filled.close()
+    check.tell(f"int8, {context:,} tokens, batch 1", 1 / seconds, "tok/s")
+    check.tell(f"int8, {context:,} tokens, batch 1: share of the bandwidth", moved / seconds / check.bandwidth)
+    wide = check.found.get(f"full {context} 1")
+    if wide is not None:
+        check.measured("int8 over bf16, batch 1", wide / seconds, "x", "above 1", wide > seconds)
+
+
 def small(check: Check) -> None:
     """A small model, whose steps are short: what the graph saves of the launches."""
     scale = check.scale
@@ -319,6 +338,7 @@ PARTS = {
     "launches": launches,
     "bandwidth": bandwidth,
     "decode": decode,
+    "int8": int8,
     "small": small,
     "prefill": prefill,
     "peers": peers,

@@ -22,7 +22,7 @@ def packed(outputs: int, columns: int) -> Int8Matrix:
     return matrix
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 8, 16])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8, 16, 17, 40])
 @pytest.mark.parametrize("dtype", STEP)
 def test_products_equal_float64(tokens, dtype):
     matrix = packed(37, 700)
