@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .cache.config import CacheConfig
+    from .engine.document import Document
     from .engine.engine import Engine
     from .engine.generation import GenerationConfig
     from .engine.results import Piece, Progress, Result
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Document": ".engine.document",
     "Engine": ".engine.engine",
     "Piece": ".engine.results",
     "Progress": ".engine.results",
@@ -58,6 +60,7 @@ __all__ = [
     "BudgetError",
     "CacheConfig",
     "CakeError",
+    "Document",
     "Engine",
     "GenerationConfig",
     "MemoryLimit",

@@ -8,15 +8,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator
 from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..cache.budget import Budget
-from ..errors import OptionError, PromptError
+from ..cache.snapshot import Snapshot, read_snapshot, write_snapshot
+from ..errors import OptionError, PromptError, SnapshotError
 from .encoding import check_length
 from .generation import GenerationConfig
 from .reply import OnProgress, reply, tell_if_raised
 from .results import Piece
 from .runner import Timing
+from .saving import are_messages, pack, unpack
 from .sequence import Sequence
 from .statistics import Statistics
 from .text import check_text
@@ -25,6 +29,18 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """Everything that a turn changes, as it was."""
+
+    sequence: Sequence
+    pending: list[int]
+    finished_by: int | None
+    messages: list[dict[str, str]]
+    stats: Statistics | None
+    undo: _Moment | None = None
 
 
 class Chat:
@@ -51,6 +67,7 @@ class Chat:
         self._check_idle()
         self._sequence = Sequence()
         self._budget_waits = False
+        self._undo: _Moment | None = None  # before the last turn
         self._pending: list[int] = []  # chosen but not yet fed: the last token of a reply that did not end by itself
         self._finished_by: int | None = None  # the end token of the last reply, which is never fed
         self.messages: list[dict[str, str]] = []
@@ -158,13 +175,13 @@ class Chat:
         self, text: str, ids: list[int], generation: GenerationConfig, on_progress: OnProgress | None
     ) -> Generator[Piece, None, None]:
         self._check_idle()
-        runner, sequence, saved = self.engine.runner, self._sequence, None
+        runner, sequence = self.engine.runner, self._sequence
+        moment = self._moment()
         before = sequence.total + len(ids)
         pieces: list[Piece] = []
         self._speaking = True
         try:
             if sequence.total:
-                saved = runner.checkpoint(sequence)
                 length = min(before + (generation.max_new_tokens or 0), self.context)
                 if sequence.rotary is not None and runner.rotary(length).key != sequence.rotary.key:
                     log.info("the rotary frequencies change with the length: the conversation is read anew")
@@ -193,12 +210,11 @@ class Chat:
         finally:
             self._speaking = False
             if not pieces or (pieces[-1].finish_reason is None and sequence.spoilt):
-                if saved is not None:
-                    runner.restore(self._sequence, saved)
-                else:
-                    self._sequence = Sequence()
-            elif pieces[-1].finish_reason is None:
-                self._keep(text, sequence, pieces, before, None)
+                self._go_back(moment)
+            else:
+                if pieces[-1].finish_reason is None:
+                    self._keep(text, sequence, pieces, before, None)
+                self._undo = replace(moment, undo=None)  # one step back: a copy of the kept rows, no more
 
     def _keep(self, text: str, sequence: Sequence, pieces: list[Piece], before: int, end: int | None) -> None:
         """Take a turn into the history, whole or as far as it came."""
@@ -217,6 +233,116 @@ class Chat:
                 "this model's template would write earlier turns differently by now; the conversation goes on from "
                 "the tokens that were fed, and nothing is read again"
             )
+
+    def _moment(self) -> _Moment:
+        sequence = self.engine.runner.copy(self._sequence)
+        return _Moment(sequence, self._pending, self._finished_by, list(self.messages), self.stats, self._undo)
+
+    def _go_back(self, moment: _Moment) -> None:
+        self._sequence = self.engine.runner.copy(moment.sequence)  # that one stays as it is, for a second time
+        self._pending, self._finished_by = moment.pending, moment.finished_by
+        self.messages, self.stats, self._undo = list(moment.messages), moment.stats, moment.undo
+        total, budget = self._sequence.total, self._budget
+        self._budget_waits = total > 0 and budget is not None and budget.count != self._sequence.budget
+
+    # -- going back, and files ----------------------------------------------------------------------------------------
+
+    def undo(self) -> str:
+        """Take the last turn back, message and reply, rows included; returns the message. Budget and system text stay.
+
+        One turn: a copy of the rows before it is kept, and no more. Raises PromptError where there is none.
+        """
+        self._check_idle()
+        if self._undo is None:
+            raise PromptError(
+                "only the last turn can be taken back, once" if self.messages else "there is no turn to take back"
+            )
+        text = self.messages[-2]["content"]
+        self._go_back(self._undo)
+        return text
+
+    def regenerate(
+        self, *, config: GenerationConfig | None = None, on_progress: OnProgress | None = None, **options: Any
+    ) -> Generator[Piece, None, None]:
+        """Take the last reply back and write another one to the same message (the same one, if greedy).
+
+        Where that fails, or ends before its first token, the old reply stays.
+        """
+        self._check_idle()
+        moment = self._moment()
+        text = self.undo()
+        try:
+            stream = self.send(text, config=config, on_progress=on_progress, **options)
+        except BaseException:
+            self._go_back(moment)
+            raise
+        self._go_back(moment)
+        return self._again(moment, stream)
+
+    def _again(self, moment: _Moment, stream: Generator[Piece, None, None]) -> Generator[Piece, None, None]:
+        assert moment.undo is not None
+        self._check_idle()
+        self._go_back(moment.undo)
+        came = False
+        try:
+            with closing(stream):
+                for piece in stream:
+                    came = True
+                    yield piece
+        finally:
+            if not came or len(self.messages) < len(moment.messages):
+                self._go_back(moment)
+
+    def save(self, path: str | Path) -> None:
+        """Write the conversation to a file, to go on with it later by `load`. Raises SnapshotError, PromptError."""
+        self._check_idle()
+        if not self._sequence.total:
+            raise PromptError("there is nothing to save: the conversation is empty")
+        write_snapshot(path, self._packed())
+
+    def _packed(self) -> Snapshot:
+        return pack(
+            self.engine,
+            self.engine.runner.copy(self._sequence),
+            "chat",
+            system=self._system,
+            messages=self.messages,
+            pending=self._pending,
+            finished_by=self._finished_by,
+        )
+
+    def load(self, path: str | Path) -> None:
+        """Go on with a conversation that `save` has written; the present one is dropped.
+
+        Raises SnapshotError, before anything is changed, for a file that cannot be gone on from.
+        """
+        self._check_idle()
+        snapshot = read_snapshot(path)
+        sequence = unpack(self.engine, snapshot, path, "chat")
+        about, size = snapshot.about, self.engine.config.vocab_size
+        system: Any = about.get("system")
+        messages: Any = about.get("messages")
+        pending: Any = about.get("pending")
+        end: Any = about.get("finished_by")
+        sound = (
+            (system is None or isinstance(system, str))
+            and are_messages(messages)
+            and isinstance(pending, list)
+            and all(isinstance(token, int) and 0 <= token < size for token in pending)
+            and (end is None or (isinstance(end, int) and 0 <= end < size))
+        )
+        if not sound:
+            raise SnapshotError(f"{path} is inconsistent: it does not say what was spoken")
+        if len(snapshot.ids) + len(pending) > self.context:
+            raise SnapshotError(
+                f"{path} has {len(snapshot.ids) + len(pending):,} tokens, and this engine's context is {self.context:,}"
+            )
+        self.clear()
+        self._sequence, self._system, self.messages = sequence, system, messages
+        self._pending, self._finished_by = pending, end
+        self._budget, self._budget_source = None, ""
+        if sequence.budget is not None:
+            self._budget = Budget(count=sequence.budget)
 
     def _transcript(self) -> list[dict[str, str]]:
         system = [{"role": "system", "content": self._system}] if self._system else []

@@ -6,9 +6,9 @@ import logging
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import fields, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
 
@@ -26,6 +26,7 @@ from .attention import choose_attention
 from .attention.choose import Setting
 from .available import available_memory
 from .chat import Chat
+from .document import Document, compress, load_document, open_document, question_ids
 from .encoding import listed_ids, prompt_ids
 from .generation import GenerationConfig, resolve_generation
 from .loading import (
@@ -43,6 +44,7 @@ from .options import EngineOptions
 from .reply import OnProgress, reply
 from .results import Piece, Result, collect
 from .runner import Runner, room_for_reply
+from .saving import model_fingerprint
 from .sequence import Sequence as TextSequence
 from .stepper import check_step
 from .together import MOST_TOGETHER, generate_together
@@ -76,10 +78,12 @@ class Engine:
         quant: str | None,
         defaults: dict[str, object],
         random_weights: bool = False,
+        weights_seed: int = 0,
     ) -> None:
         self.model_path, self.config, self.tokenizer, self.template = model_path, config, tokenizer, template
         self.cache, self.context, self.chunk, self.device, self.dtype = cache, context, chunk, device, dtype
         self.quant, self.defaults, self.random_weights = quant, defaults, random_weights
+        self.weights_seed = weights_seed
         self.load_s = 0.0
         self._runner: Runner | None = None
 
@@ -160,6 +164,7 @@ class Engine:
             quant=quant,
             defaults=generation_defaults(path),
             random_weights=random_weights,
+            weights_seed=weights_seed,
         )
         if before_weights is not None:
             before_weights(engine)
@@ -244,6 +249,7 @@ class Engine:
         *,
         messages: list[Message] | None = None,
         ids: Sequence[int] | None = None,
+        cache: Document | None = None,
         config: GenerationConfig | None = None,
         on_progress: OnProgress | None = None,
         **options: Any,
@@ -251,14 +257,17 @@ class Engine:
         """Generate one reply piece by piece; the last piece carries the finish reason and the statistics.
 
         Give one of `prompt` (a plain text, continued as it stands), `messages` (rendered by the model's chat template)
-        and `ids`. Options are the fields of GenerationConfig, as keywords or in `config`. Closing the iterator early
-        ends the reply and frees its rows. Wrong input raises here, not at the first piece.
+        and `ids`. With `cache` the prompt, a text or ids, is a question behind a document that `compress` has read.
+        Options are the fields of GenerationConfig, as keywords or in `config`. Closing the iterator early ends the
+        reply and frees its rows. Wrong input raises here, not at the first piece.
         """
         _ = self.runner
-        prompt_ids = self.encode(prompt, messages=messages, ids=ids)
+        prompt_ids = self.encode(prompt, messages=messages, ids=ids, cache=cache)
         generation = self._generation(config, options)
-        room_for_reply(len(prompt_ids), generation.max_new_tokens or 0, self.context)
-        return reply(self, TextSequence(), prompt_ids, generation, on_progress=on_progress)
+        before = 0 if cache is None else cache.tokens
+        room_for_reply(before + len(prompt_ids), generation.max_new_tokens or 0, self.context)
+        sequence = TextSequence() if cache is None else open_document(self, cache)
+        return reply(self, sequence, prompt_ids, generation, on_progress=on_progress)
 
     @overload
     def generate(self, prompt: list[Prompt], **options: Any) -> list[Result]: ...
@@ -269,14 +278,34 @@ class Engine:
 
         A list of prompts gives a list of results. Each prompt is a text, a list of messages or a list of ids; `config`
         may be a list too, one for each; `batch` is how many are decoded together at most (16, and what memory has room
-        for). Each reply is the one that its prompt would get alone.
+        for). Each reply is the one that its prompt would get alone. Questions to a document (`cache`) run one after
+        another; a result's `prompt_ids` are then what was fed behind it.
         """
+        document: Document | None = options.get("cache")
+        if document is not None:
+            questions = prompt if isinstance(prompt, list) else [prompt]
+            results = [self._answer(document, question, **options) for question in questions]
+            return results if isinstance(prompt, list) else results[0]
         if isinstance(prompt, list):
             if options.get("messages") is not None or options.get("ids") is not None:
                 raise OptionError("give exactly one of a prompt text, messages and ids")
             return self._generate_list(prompt, **options)
         ids = self.encode(prompt, messages=options.pop("messages", None), ids=options.pop("ids", None))
         return collect(self.stream(ids=ids, **options), ids)
+
+    def _answer(
+        self,
+        document: Document,
+        question: Prompt | None,
+        *,
+        messages: list[Message] | None = None,
+        ids: Sequence[int] | None = None,
+        **options: Any,
+    ) -> Result:
+        if isinstance(question, list) and ids is None:  # one of several questions
+            question, ids = None, cast(list[int], question)
+        fed = self.encode(cast(str | None, question), messages=messages, ids=ids, cache=document)
+        return collect(self.stream(ids=fed, **options), fed)
 
     def _generate_list(
         self,
@@ -301,6 +330,31 @@ class Engine:
         _ = self.runner
         return Chat(self, system)
 
+    def compress(
+        self,
+        text: str | None = None,
+        *,
+        messages: list[Message] | None = None,
+        ids: Sequence[int] | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> Document:
+        """Read a document once, evicting as it is read; `stream` and `generate` answer behind it with `cache=`.
+
+        A text is continued by the question as it stands. Of messages the last is the user's and has the document: a
+        question joins it after a blank line, and the template does the rest. Ids are continued by ids, or by a text.
+        What is kept is chosen without the question: what it would have wanted may be gone.
+        """
+        return compress(self, text, messages, ids, on_progress)
+
+    def load_document(self, path: str | Path) -> Document:
+        """A document that `Document.save` has written. Raises SnapshotError for a file that cannot be gone on from."""
+        return load_document(self, path)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What tells this model from others, from its weight files; see `engine/saving.py`."""
+        return model_fingerprint(self)
+
     def score(self, text: str | Sequence[int]) -> list[float]:
         """Natural log-likelihood of every token after the first, given all before it (nothing is evicted)."""
         ids = self.encode(text) if isinstance(text, str) else self.encode(ids=text)
@@ -312,8 +366,11 @@ class Engine:
         *,
         messages: list[Message] | None = None,
         ids: Sequence[int] | None = None,
+        cache: Document | None = None,
     ) -> list[int]:
         """The ids that `stream` would read. Raises PromptError for an empty, undecodable or ill-formed prompt."""
+        if cache is not None:
+            return question_ids(self, cache, prompt, messages, ids)
         return prompt_ids(self, prompt, messages, ids)
 
     def text_tokenizer(self) -> Tokenizer:

@@ -128,7 +128,7 @@ class Written:
             load_s=engine.load_s,
             layer_lengths=timing.lengths,
             budget=self.sequence.budget,
-            policy=engine.runner.policy(self.sequence.budget).describe(),
+            policy=self.sequence.kept_by or engine.runner.policy(self.sequence.budget).describe(),
             seed=self.generation.seed,
             finish_reason=self._reason,
         )

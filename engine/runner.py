@@ -143,6 +143,9 @@ class Runner:
         """
         limit = self.tenancy.allowed
         fit = self.fit(sequence, tokens, new_tokens, conversation=conversation, limit=limit)
+        if not self.tenancy.is_active(sequence):  # made once, in its final size
+            self.tenancy.set_aside()
+            self.tenancy.make(fit.size)
         self.tenancy.activate(sequence)
         self.tenancy.reserve(sequence, fit.budget, tokens, fit.new_tokens)
         self.accept(sequence, fit)
@@ -445,9 +448,9 @@ class Runner:
         length = arena.length
         headroom = np.full_like(length, new_tokens)
         sequence.limit = None
-        if self.hold and sequence.budget is not None:
-            evicted = sequence.total > sequence.budget
-            sequence.limit = length.copy() if evicted else np.full_like(length, sequence.budget)
+        if self.hold and (sequence.fixed or sequence.budget is not None):
+            whole = sequence.budget is not None and sequence.total <= sequence.budget
+            sequence.limit = np.full_like(length, sequence.budget) if whole else length.copy()
             headroom = np.minimum(sequence.limit - length + self.cache.spare, new_tokens + 1)
         arena.finish(headroom)
         if self.rule is not None and sequence.limit is not None:
@@ -458,6 +461,11 @@ class Runner:
         """A copy of everything that feeding the sequence may change."""
         with self.alone():
             return self.tenancy.checkpoint(sequence)
+
+    def copy(self, sequence: Sequence) -> Sequence:
+        """Another sequence of the same text, with rows of its own; the two can be continued in different ways."""
+        with self.alone():
+            return self.tenancy.copy(sequence)
 
     def restore(self, sequence: Sequence, saved: Checkpoint) -> None:
         """Bring a sequence back to a checkpoint of it, also one that is spoilt."""

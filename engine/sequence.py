@@ -88,8 +88,14 @@ class Sequence:
     limit: np.ndarray | None = None
     parked: SavedRows | None = None
     read: int = 0  # tokens whose rows have what the policy left with them: those of the last prefill and before
+    kept_by: str | None = None  # a document's policy: nothing more is evicted, whatever is fed
     spoilt: bool = False  # a piece or a step was broken off in the middle: the rows mean nothing any more
 
     @property
     def total(self) -> int:
         return len(self.ids)
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the rows that there are stay, so that a held row keeps its length and a growing one all newcomers."""
+        return self.kept_by is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
@@ -47,13 +48,17 @@ class Tenancy:
     def size_for(self, sequence: Sequence, budget: int | None, tokens: int, new_tokens: int) -> ArenaSize:
         """The arena that reading `tokens` more and writing `new_tokens` needs."""
         lengths = self.lengths(sequence)
+        if sequence.fixed and self.hold:  # rows at their limits from the first new token on
+            new_tokens, hold, budget = min(self.hold, new_tokens + 1), 0, None
+        else:
+            hold = self.hold
         evicting = budget is not None and sequence.total + tokens > budget
         return arena_size(
             self.layout,
-            budget=budget if evicting or self.hold else None,
+            budget=budget if evicting or hold else None,
             tokens=tokens,
             new_tokens=new_tokens,
-            hold=self.hold,
+            hold=hold,
             held=0 if lengths is None else int(lengths.sum()),
             held_longest=0 if lengths is None else int(lengths.max()),
             late=self.late,
@@ -152,6 +157,21 @@ class Tenancy:
             rotary=sequence.rotary,
             budget=sequence.budget,
             read=sequence.read,
+        )
+
+    def copy(self, sequence: Sequence) -> Sequence:
+        """Another sequence of the same text. Its rows are parked: a copy of the arena's, or the parked ones themselves,
+        which nobody writes to."""
+        active = sequence.total > 0 and self.is_active(sequence)
+        return Sequence(
+            ids=list(sequence.ids),
+            budget=sequence.budget,
+            ring=deepcopy(sequence.ring),
+            rotary=sequence.rotary,
+            limit=None if sequence.limit is None else sequence.limit.copy(),
+            parked=self.arena.save() if active else sequence.parked,
+            read=sequence.read,
+            kept_by=sequence.kept_by,
         )
 
     def restore(self, sequence: Sequence, saved: Checkpoint) -> None:

@@ -101,6 +101,7 @@ class Rotary:
     """
 
     def __init__(self, rope: RopeConfig, seq_len: int, device: torch.device | str = "cpu") -> None:
+        self.seq_len = seq_len
         frequencies, self.attention_factor = inverse_frequencies(rope, seq_len)
         self.key: Hashable = (tuple(frequencies.tolist()), self.attention_factor)
         self.inverse_frequencies = frequencies.to(device)  # [head_dim / 2]

@@ -208,6 +208,11 @@ FLAGS: dict[str | None, dict[str, Observation]] = {
             lambda seen: json.loads(seen.out).get("logprobs", [{}])[0],
             {"id": 0, "logprob": -0.5, "top": [{"id": 0, "logprob": -1.5}, {"id": 1, "logprob": -1.5}]},
         ),
+        "--cache": (
+            ["--cache", "a.cake"],
+            lambda seen: [argument for name, argument in seen.engine.calls if name == "load_document"],
+            ["a.cake"],
+        ),
         "--json": (
             ["--json"],
             lambda seen: seen.out.startswith("{") and json.loads(seen.out)["text"],
@@ -218,6 +223,18 @@ FLAGS: dict[str | None, dict[str, Observation]] = {
     | REPLY_FLAGS
     | OUTPUT_FLAGS
     | {"--system": (["--system", "be"], lambda seen: seen.call("chat"), "be")},
+    "compress": {name: seen for name, seen in MODEL_FLAGS.items() if name not in ("--decode-policy", "--hold-by")}
+    | OUTPUT_FLAGS
+    | {
+        "--prompt-file": (
+            ["--prompt-file", "doc.txt"],
+            lambda seen: seen.call("compress"),
+            [{"role": "user", "content": "doc"}],
+        ),
+        "--system": (["--system", "be"], lambda seen: seen.call("compress")[0], {"role": "system", "content": "be"}),
+        "--raw": (["--raw"], lambda seen: seen.call("compress"), "hello"),
+        "--output": (["--output", "b.cake"], lambda seen: seen.call("save"), Path("b.cake")),
+    },
 }
 # those of plan are in tests/engine/test_plan.py, the others' below: they have no engine
 WITHOUT_ENGINE = {"plan", "policies", "models", "import-gguf"}
@@ -257,6 +274,8 @@ def test_a_flag_changes_what_reaches_the_engine_or_the_output(
     def go(more: Sequence[str]) -> Run:
         if command == "chat":
             return run("chat", *more, stdin=b"hello\n")
+        if command == "compress":
+            return run("compress", "-o", "a.cake", *more, stdin=b"hello\n")
         prompt = [] if flag in ("--prompt", "--prompt-tokens") and more else ["--prompt", "hi"]
         return run(*prompt, *more)
 

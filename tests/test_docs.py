@@ -140,7 +140,7 @@ def test_errors_that_are_told_are_all_that_can_be_imported() -> None:
     told = set(re.findall(r"`(\w+)`", table))
     family = {name for name in cake_infer.__all__ if name.endswith("Error") or name.endswith("Limit")}
     family |= {"ArenaFull", "ModelNotFound", "UnsupportedModel"}
-    assert told == family - {"CakeError", "SnapshotError"}  # nothing saves a cache yet
+    assert told == family - {"CakeError"}
 
 
 def test_every_engine_keyword_named_in_the_text_is_one(model_folder: Path) -> None:

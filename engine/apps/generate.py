@@ -6,9 +6,10 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from ..options import UsageError, positive_count
+from ..options import FLAG_NAMES, UsageError, positive_count
 from .console import Console
 from .loading import (
+    USELESS_WHEN_FULL,
     Load,
     add_generation_arguments,
     add_model_arguments,
@@ -20,7 +21,10 @@ from .loading import (
 from .reply import INTERRUPTED, Reply
 
 if TYPE_CHECKING:
+    from ..document import Document
     from ..engine import Engine
+    from ..generation import GenerationConfig
+    from .prompt import Prompt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     text.add_argument(
         "--prompt-tokens", metavar="N", type=positive_count, help="N random tokens instead of a text, for benchmarks"
+    )
+    text.add_argument(
+        "--cache",
+        metavar="FILE",
+        help="a document that `compress` has read, in place of reading it again; the prompt is the question",
     )
     add_generation_arguments(parser)
     add_model_arguments(parser)
@@ -60,6 +69,15 @@ def conflict(args: argparse.Namespace, given: set[str]) -> str | None:
         return "--logprobs needs --json, which has room for them"
     if args.prompt_file and args.prompt_file.count("-") > 1:
         return "--prompt-file - can be given once: standard input is read once"
+    if args.cache is not None:
+        for name in ("system", "raw", "prompt_tokens"):
+            if name in given:
+                return f"--{name.replace('_', '-')} has no effect with --cache: the document is read already"
+        for name in ("budget", *USELESS_WHEN_FULL):
+            if name in given and name not in ("window", "hold_by"):
+                return f"{FLAG_NAMES[name]} has no effect with --cache: nothing more is evicted"
+        if "policy" in given:
+            return "--policy has no effect with --cache: nothing more is evicted"
     return usage_conflict(args, given)
 
 
@@ -70,6 +88,8 @@ def run(args: argparse.Namespace, load: Load | None = None) -> int:
     with Console(quiet=args.quiet, verbose=args.verbose) as console:
         generation = generation_config(args)
         prompt = read_prompt(args, console)
+        if args.cache is not None:
+            return _ask(args, console, load, prompt, generation)
         if prompt is None:
             from .repl import talk
 
@@ -86,8 +106,38 @@ def run(args: argparse.Namespace, load: Load | None = None) -> int:
         with open_engine(args, console, load, before_weights) as engine:
             reply = Reply(console, show=not args.json)
             reply.take(lambda on_progress: engine.stream(ids=ids, config=generation, on_progress=on_progress))
-            if args.json:
-                document = {"model": str(engine.model_path), "prompt_tokens": len(ids), **reply.document()}
-                console.text(json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n")
-            reply.report()
-        return INTERRUPTED if reply.finish_reason == "interrupted" else 0
+            return _finish(args, console, engine, reply, len(ids))
+
+
+def _finish(args: argparse.Namespace, console: Console, engine: Engine, reply: Reply, prompt_tokens: int) -> int:
+    """What is written when the reply is over; the exit code."""
+    if args.json:
+        document = {"model": str(engine.model_path), "prompt_tokens": prompt_tokens, **reply.document()}
+        console.text(json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n")
+    reply.report()
+    return INTERRUPTED if reply.finish_reason == "interrupted" else 0
+
+
+def _ask(
+    args: argparse.Namespace, console: Console, load: Load | None, prompt: Prompt | None, generation: GenerationConfig
+) -> int:
+    """A question behind a document that was read before."""
+    if prompt is None or not prompt.text:
+        raise UsageError("--cache needs a question: give --prompt TEXT, or text on standard input")
+    asked: list[tuple[Document, list[int]]] = []
+
+    def before_weights(engine: Engine) -> None:
+        document = engine.load_document(args.cache)
+        # behind a plain text too the question follows after a blank line
+        text = f"\n\n{prompt.text}" if isinstance(document.source, str) else prompt.text
+        ids = engine.encode(text, cache=document)
+        asked.append((document, ids))
+        engine.check_room(len(ids) + int(document.kept_tokens), generation)
+
+    with open_engine(args, console, load, before_weights) as engine:
+        [(document, ids)] = asked
+        reply = Reply(console, show=not args.json)
+        reply.take(
+            lambda on_progress: engine.stream(ids=ids, cache=document, config=generation, on_progress=on_progress)
+        )
+        return _finish(args, console, engine, reply, len(ids))

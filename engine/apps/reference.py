@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from ...cli import COMMANDS, EXIT_CODES, build_parser
+from .compress import COST
 from .repl import HELP
 
 HEAD = """\
@@ -39,7 +40,8 @@ A turn reads only what is new: the conversation goes on from the tokens that wer
 them. Where the budget has made earlier turns give up tokens, they are gone for later questions too; `/clear` and
 reading the document again brings them back, and a larger `--budget` keeps more from the start. Positions go on from the
 true length of the conversation. A turn that is refused or stopped before its first token is not part of the
-conversation; a reply that is stopped later stays as far as it came.
+conversation; a reply that is stopped later stays as far as it came. With `/regen` the old reply stays where no new one
+came. A saved conversation goes on with the ids that were fed, on the rows that were left of them.
 """
 
 
@@ -47,7 +49,10 @@ def markdown() -> str:
     """The whole document."""
     parts = [HEAD, f"Exit codes: {EXIT_CODES}\n", "## cake-infer\n", flags(build_parser(None))]
     for name, (_, summary) in COMMANDS.items():
-        parts += [f"## cake-infer {name}\n", f"{summary[0].upper()}{summary[1:]}.\n", flags(build_parser(name))]
+        parts += [f"## cake-infer {name}\n", f"{summary[0].upper()}{summary[1:]}.\n"]
+        if name == "compress":
+            parts.append(f"{COST}\n")
+        parts.append(flags(build_parser(name)))
         if name == "chat":
             parts.append(CHAT.format(help=HELP))
     return "\n".join(parts)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
 
+from ...cache.budget import size_text
 from ...errors import CakeError, PromptError
 from ..generation import GenerationConfig
 from .console import Console
@@ -20,16 +22,21 @@ from .loading import (
     usage_conflict,
 )
 from .prompt import join_documents, read_document, system_text
-from .reply import Reply
+from .reply import OnProgress, Reply
 
 if TYPE_CHECKING:
     from ..chat import Chat
     from ..engine import Engine
+    from ..results import Piece
 
 HELP = r"""/help            this text
 /exit            end (so does Ctrl-D)
 /clear           start a new conversation (also /reset); attached documents are dropped
 /stats           context used, and the figures of the last reply
+/regen           another reply to the last message, in place of the last one
+/undo            take the last message and its reply back (one turn)
+/save FILE       write the conversation to a file: what is kept of it, and its text
+/load FILE       go on with a saved conversation, of the same model, in place of this one
 /read FILE       attach a document to the next message
 /system TEXT     set the system prompt and start a new conversation; without TEXT, show it
 /budget N        KV budget from the next message on: tokens per layer and KV head; without N, show it
@@ -41,6 +48,8 @@ NOMINAL_TURN = 2048
 
 # share of the context from which on every turn says how much is left
 NEARLY_FULL = 0.8
+
+SHOWN = 60  # characters of a message that was taken back
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,6 +98,10 @@ class Repl:
             "clear": self._clear,
             "reset": self._clear,
             "stats": self._stats,
+            "regen": self._regen,
+            "undo": self._undo,
+            "save": self._save,
+            "load": self._load,
             "read": self._read,
             "system": self._system,
             "budget": self._budget,
@@ -144,14 +157,17 @@ class Repl:
     def _turn(self, message: str) -> None:
         """One message and its reply. A turn that fails or stops before its first token leaves all as it was."""
         text = join_documents([document for _, document in self._documents], message)
+        if self._speak(lambda on_progress: self.chat.send(text, config=self._generation, on_progress=on_progress)):
+            self._documents.clear()
+
+    def _speak(self, stream: Callable[[OnProgress], Generator[Piece, None, None]]) -> bool:
+        """Show a reply; whether there is one, at least its first token."""
         before = self.chat.tokens_used
         reply = Reply(self._console)
         try:
-            reply.take(lambda on_progress: self.chat.send(text, config=self._generation, on_progress=on_progress))
+            reply.take(stream)
         except PromptError as error:
             raise PromptError(f"{error}; /clear starts a new conversation") from error
-        if reply.pieces:
-            self._documents.clear()
         if reply.finish_reason == "interrupted":
             if not self._lines.interactive:
                 raise KeyboardInterrupt
@@ -159,6 +175,7 @@ class Repl:
             self._console.notice(f"interrupted: {what}")
         reply.report()
         self._tell_context(self.chat.tokens_used - before)
+        return bool(reply.pieces)
 
     def _tell_context(self, turn_tokens: int) -> None:
         """Before the limit is met: when it is near, or when a second turn like this one would not fit."""
@@ -177,11 +194,41 @@ class Repl:
         self._console.answer("a new conversation")
 
     def _stats(self, argument: str) -> None:
-        self._console.answer(f"context: {self.chat.tokens_used:,} of {self.chat.context:,} tokens used")
+        self._context()
         if self._documents:
             self._console.answer(f"attached: {', '.join(name for name, _ in self._documents)}")
         if self.chat.stats is not None:
             self._console.answer(self.chat.stats.line())
+
+    def _regen(self, argument: str) -> None:
+        self._speak(lambda on_progress: self.chat.regenerate(config=self._generation, on_progress=on_progress))
+
+    def _undo(self, argument: str) -> None:
+        message = " ".join(self.chat.undo().split())
+        shown = message if len(message) <= SHOWN else message[: SHOWN - 3] + "..."
+        self._console.answer(f"taken back: {shown}")
+        self._context()
+
+    def _save(self, argument: str) -> None:
+        path = self._file(argument, "/save")
+        self.chat.save(path)
+        self._console.answer(f"saved: {path}, {size_text(os.path.getsize(path))}")
+
+    def _load(self, argument: str) -> None:
+        path = self._file(argument, "/load")
+        self.chat.load(path)
+        turns = sum(message["role"] == "user" for message in self.chat.messages)
+        self._console.answer(f"{path}: a conversation of {turns} {'turn' if turns == 1 else 'turns'}")
+        self._context()
+
+    def _file(self, argument: str, command: str) -> str:
+        name = _unquoted(argument)
+        if not name:
+            raise PromptError(f"{command} needs the name of a file")
+        return os.path.expanduser(name)
+
+    def _context(self) -> None:
+        self._console.answer(f"context: {self.chat.tokens_used:,} of {self.chat.context:,} tokens used")
 
     def _read(self, argument: str) -> None:
         name = _unquoted(argument)

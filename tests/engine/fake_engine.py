@@ -82,14 +82,31 @@ class FakeEngine:
     def __exit__(self, *_: object) -> None:
         self.calls.append(("close", None))
 
-    def check_room(self, prompt_tokens: int, generation: Any) -> None:
+    def check_room(self, prompt_tokens: int, generation: Any = None) -> None:
         self.calls.append(("check_room", prompt_tokens))
         if prompt_tokens >= self.context:
             raise PromptError(f"the prompt has {prompt_tokens} tokens, but the model's context is {self.context}")
         if self.memory_limit is not None and prompt_tokens > self.memory_limit:
             raise MemoryLimit("this run needs more than there is")
 
-    def stream(self, *, ids: list[int], config: Any, on_progress: Any) -> Iterator[Piece]:
+    def load_document(self, path: str) -> Any:
+        self.calls.append(("load_document", path))
+        return SimpleNamespace(source=None, kept_tokens=2.0)
+
+    def encode(self, text: str, *, cache: Any) -> list[int]:
+        return list(text.encode())
+
+    def compress(self, text: str | None, *, messages: Any, on_progress: Any) -> Any:
+        self.calls.append(("compress", text or messages))
+        lengths = ((2, 2), (4, 4))
+
+        def save(path: Path) -> None:
+            self.calls.append(("save", path))
+            path.write_bytes(b"rows")
+
+        return SimpleNamespace(tokens=9, kept_tokens=3.0, layer_lengths=lengths, save=save)
+
+    def stream(self, *, ids: list[int], config: Any, on_progress: Any, cache: Any = None) -> Iterator[Piece]:
         self.calls.append(("stream", {"ids": ids, "config": config}))
         return self.reply(len(ids), config, on_progress)
 

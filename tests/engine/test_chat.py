@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 from cake_infer.engine.engine import Engine
-from cake_infer.errors import BudgetError, CakeError, MemoryLimit, OptionError, PromptError
+from cake_infer.errors import BudgetError, CakeError, MemoryLimit, OptionError, PromptError, SnapshotError
 
 CLOSE = {"rtol": 0, "atol": 1e-4}
 
@@ -576,3 +576,138 @@ def test_a_dropped_conversation_keeps_no_rows(model_folder, monkeypatch):
     del chat
     monkeypatch.setattr(engine.runner.tenancy.arena, "save", None)  # rows of nobody are not set aside
     list(engine.stream(ids=[10] * 20, max_new_tokens=2))
+
+
+# -- going back, and files --------------------------------------------------------------------------------------------
+
+
+def test_undo_takes_the_last_turn_back_and_the_conversation_goes_on_as_if_it_had_not_been(model_folder):
+    folder = model_folder()
+    chat = load(folder, budget=24).chat()
+    with pytest.raises(PromptError, match="no turn"):
+        chat.undo()
+    say(chat, "the " * 40, max_new_tokens=6)
+    before = state(chat)
+    say(chat, "forget this " * 5, max_new_tokens=6)
+    assert chat.undo() == "forget this " * 5
+    assert state(chat) == before
+    with pytest.raises(PromptError, match="only the last turn"):
+        chat.undo()
+    after = say(chat, "and what now?", max_new_tokens=6)[:2]
+
+    straight = load(folder, budget=24).chat()
+    say(straight, "the " * 40, max_new_tokens=6)
+    assert say(straight, "and what now?", max_new_tokens=6)[:2] == after
+    assert state(straight) == state(chat)
+
+
+def test_undo_of_the_first_turn_leaves_an_empty_conversation(model_folder):
+    chat = load(model_folder(), budget=24).chat(system="be brief")
+    first = say(chat, "the " * 40, max_new_tokens=6)[:2]
+    chat.undo()
+    assert (chat.messages, chat.tokens_used, chat.system) == ([], 0, "be brief")
+    assert say(chat, "the " * 40, max_new_tokens=6)[:2] == first
+
+
+def test_regenerate_writes_another_reply_to_the_same_message(model_folder, force, random_ids):
+    chat = load(model_folder(), budget=24).chat()
+    force([*random_ids(5), *random_ids(5, seed=1), *random_ids(5, seed=2), *random_ids(5, seed=3)])
+    say(chat, "the " * 40, max_new_tokens=5)
+    say(chat, "and?", max_new_tokens=5)
+    total = chat.tokens_used
+    pieces = list(chat.regenerate(max_new_tokens=5))
+    assert [piece.id for piece in pieces if piece.id is not None] == random_ids(5, seed=2)
+    assert (len(chat.messages), chat.tokens_used) == (4, total)
+    assert chat.messages[2:] == [
+        {"role": "user", "content": "and?"},
+        {"role": "assistant", "content": "".join(piece.text for piece in pieces)},
+    ]
+    list(chat.regenerate(max_new_tokens=5))  # and once more
+    assert [*chat._sequence.ids, *chat._pending][-5:] == random_ids(5, seed=3)
+    assert chat.undo() == "and?"
+    assert len(chat.messages) == 2
+
+
+@pytest.mark.parametrize("how", ["refused", "broken off", "closed early", "never read"])
+def test_a_regeneration_that_fails_leaves_the_old_reply(model_folder, how):
+    chat = load(model_folder(), budget=24).chat()
+    say(chat, "the " * 40, max_new_tokens=5)
+    say(chat, "and?", max_new_tokens=5)
+    before = state(chat)
+    if how == "refused":
+        with pytest.raises(OptionError):
+            chat.regenerate(sorcery=1)
+    elif how == "broken off":
+        with pytest.raises(ZeroDivisionError):
+            list(chat.regenerate(max_new_tokens=5, on_progress=lambda progress: 1 / 0))
+    else:
+        stream = chat.regenerate(max_new_tokens=5)
+        if how == "closed early":
+            stream.close()
+    assert state(chat) == before
+    assert chat.undo() == "and?"
+    say(chat, "and on?", max_new_tokens=5)
+
+
+@pytest.mark.parametrize("options", [{}, {"decode_policy": "hold"}, {"policy": "full", "budget": 1024}])
+def test_saved_and_loaded_a_conversation_goes_on_with_identical_ids(model_folder, tmp_path, options):
+    folder = model_folder()
+    options = {"budget": 24, **options}
+    chat = load(folder, **options).chat(system="be brief")
+    say(chat, "the " * 40, max_new_tokens=6)
+    say(chat, "and?", max_new_tokens=6)
+    chat.save(tmp_path / "a.cake")
+    loaded = load(folder, **options).chat()
+    say(loaded, "something else", max_new_tokens=6)
+    loaded.load(tmp_path / "a.cake")
+    assert (loaded.system, loaded.messages, loaded.tokens_used) == (chat.system, chat.messages, chat.tokens_used)
+    assert loaded.budget == chat.budget
+    with pytest.raises(PromptError, match="only the last turn"):
+        loaded.undo()  # of the conversation that is gone
+    for text in ("one more", "it was all for that " * 8, "x"):
+        assert say(loaded, text, max_new_tokens=6)[:2] == say(chat, text, max_new_tokens=6)[:2]
+    one, other = state(chat), state(loaded)
+    assert one[:6] == other[:6]
+    assert one[7] == other[7]
+
+
+def test_a_file_that_cannot_be_gone_on_from_changes_nothing(model_folder, tmp_path):
+    folder = model_folder()
+    chat = load(folder, budget=24).chat()
+    with pytest.raises(PromptError, match="nothing to save"):
+        chat.save(tmp_path / "a.cake")
+    say(chat, "the " * 40, max_new_tokens=6)
+    chat.save(tmp_path / "a.cake")
+    other = load(model_folder("other", seed=7), budget=24).chat()
+    say(other, "mine", max_new_tokens=6)
+    before = state(other)
+    (tmp_path / "cut.cake").write_bytes((tmp_path / "a.cake").read_bytes()[:-1])
+    for name, reason in (("a.cake", "another model"), ("cut.cake", "truncated"), ("none.cake", "No such file")):
+        with pytest.raises(SnapshotError, match=reason):
+            other.load(tmp_path / name)
+    assert state(other) == before
+    for options, reason in (({"context": 60}, "context is 60"), ({"window": 4}, "window 8")):
+        with pytest.raises(SnapshotError, match=reason):
+            load(folder, budget=24, **options).chat().load(tmp_path / "a.cake")
+    stream = chat.send("go on", max_new_tokens=6)
+    next(stream)
+    for act in (chat.undo, chat.regenerate, lambda: chat.save(tmp_path / "b.cake"), lambda: chat.load(tmp_path / "a")):
+        with pytest.raises(OptionError, match="still being written"):
+            act()
+    stream.close()
+
+
+def test_a_budget_of_its_own_is_saved_with_a_conversation(model_folder, tmp_path):
+    folder = model_folder()
+    chat = load(folder).chat()
+    chat.set_budget(24)
+    say(chat, "the " * 40, max_new_tokens=6)
+    chat.save(tmp_path / "a.cake")
+    loaded = load(folder).chat()
+    loaded.load(tmp_path / "a.cake")
+    assert loaded.budget == 24
+    loaded.clear()
+    assert loaded.messages == []
+    again = load(folder).chat()
+    again.load(tmp_path / "a.cake")
+    assert say(again, "and?", max_new_tokens=6)[:2] == say(chat, "and?", max_new_tokens=6)[:2]

@@ -548,6 +548,98 @@ def test_a_conversation_that_outgrows_the_context_is_announced_refused_and_clear
     assert [message["content"] for message in repl.chat.messages[::2]] == ["y"]
 
 
+def test_a_saved_conversation_goes_on_where_it_was(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long, cache = "the quick brown fox jumps over the lazy dog " * 4, CacheConfig(budget=40, window=8)
+    path = tmp_path / "talk one.cake"
+    with Engine.load(model, cache=cache, step="eager") as engine:
+        straight = talk(engine, long, "what?", "and?").chat
+        talk(engine, long, "what?", f"/save {path}")
+    with Engine.load(model, cache=cache, step="eager") as engine:
+        loaded = talk(engine, "something else", f'/load "{path}"', "and?").chat
+    assert loaded.messages == straight.messages
+    assert (loaded.tokens_used, loaded._sequence.ids) == (straight.tokens_used, straight._sequence.ids)
+    err = capsys.readouterr().err
+    assert f"saved: {path}" in err
+    assert "a conversation of 2 turns" in err
+    assert f"of {loaded.context:,} tokens used" in err
+
+
+def test_what_is_taken_back_or_written_again_leaves_the_conversation_without_it(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long, cache = "the quick brown fox jumps over the lazy dog " * 4, CacheConfig(budget=40, window=8)
+    with Engine.load(model, cache=cache, step="eager") as engine:
+        straight = talk(engine, long, "and?").chat
+        back = talk(engine, long, "what of " * 9, "/undo", "/undo", "and?", "/regen").chat
+        nothing = talk(engine, "/undo", "/regen", "/save", f"/load {tmp_path / 'none'}", "/save x/y/z").chat
+    assert back.messages == straight.messages  # greedy: the same reply again
+    assert back._sequence.ids == straight._sequence.ids
+    assert nothing.messages == []
+    err = capsys.readouterr().err
+    assert "taken back: what of what of" in err
+    assert err.count("error: ") == 6
+
+
+def test_ctrl_c_while_a_reply_is_written_again(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the prefill the old reply stays; later what there is of the new one does, and the conversation goes on."""
+    with Engine.load(model, step="eager") as engine:
+        straight = talk(engine, "Hello", "And now?").chat
+        seen: list[object] = []
+
+        def stop_in_the_second_layer(self: ProgressBar, progress: object) -> None:
+            seen.append(progress)
+            if len(seen) == 3 + 2:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        monkeypatch.setattr(ProgressBar, "__call__", stop_in_the_second_layer)
+        stopped = talk(engine, "Hello", "/regen", "And now?").chat
+        monkeypatch.undo()
+        assert len(seen) == 3 + 2 + 3
+        assert stopped.messages == straight.messages
+
+        repl = talk(engine, "Hello")
+        chat, again = repl.chat, repl.chat.regenerate
+        count = 0
+
+        def interrupted_again(**options: Any) -> Iterator[Piece]:
+            nonlocal count
+            with closing(again(**options)) as pieces:
+                for piece in pieces:
+                    count += 1
+                    if count == 3:
+                        os.kill(os.getpid(), signal.SIGINT)
+                    yield piece
+
+        chat.regenerate = interrupted_again  # type: ignore[method-assign]
+        repl._handle("/regen")
+        repl._handle("And now?")
+        fresh = engine.chat()
+        for text, tokens in (("Hello", 3), ("And now?", 8)):
+            list(fresh.send(text, max_new_tokens=tokens, temperature=0.0))
+    assert [message["role"] for message in chat.messages] == ["user", "assistant"] * 2
+    assert chat.messages[2:] == fresh.messages[2:]
+    assert chat.tokens_used == fresh.tokens_used
+
+
+def test_at_the_end_of_the_context_undo_makes_room_and_a_saved_conversation_can_be_loaded(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Engine.load(model, context=128, step="eager") as engine:
+        lines = [*["x" * 10] * 4, f"/save {tmp_path / 'full'}", "/undo", "y", "/clear", f"/load {tmp_path / 'full'}"]
+        chat = talk(engine, *lines, "x" * 10, tokens=4).chat
+        turns = len(chat.messages) // 2
+        capsys.readouterr()
+        shorter = talk(engine, *["x" * 10] * turns, "/undo", "y", tokens=4).chat
+    assert [message["content"] for message in chat.messages[::2]] == ["x" * 10] * turns
+    assert 1 < turns < 4
+    assert [message["content"] for message in shorter.messages[::2]] == [*["x" * 10] * (turns - 1), "y"]
+    assert "error" not in capsys.readouterr().err
+
+
 # -- lines into messages -----------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,197 @@
+"""A saved cache: kept rows and what continuing on them needs, as one safetensors file.
+
+Tensors: `keys` and `values` `[slots, head_dim]` in the KV dtype, row by row; `position` int32 and `score` fp32
+`[slots]`; `length` int64 `[layers, kv_heads]`; `ids` int64 `[tokens]`, every id that was fed; and `queries`
+`[layers, window, heads, head_dim]`, the last rotated queries, where tokens may be evicted. Metadata: `format`,
+`version`, `about` (JSON, the engine's own) and `checksum`, the SHA-256 of the file with 64 zeros in its place.
+
+A file is written beside its place, brought to the disk and renamed: whoever is killed meanwhile leaves the old file or
+none. It is read in full once, for the checksum, and then mapped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..errors import SnapshotError
+from .arena import SavedRows
+
+FORMAT = "cake-infer cache"
+VERSION = 1
+BLANK = "0" * 64
+MARK = b'"checksum":"'  # a quote inside a JSON string is escaped: nothing but the key can spell this
+LONGEST_HEADER = 1 << 28
+BLOCK = 1 << 20
+KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a file holds. Tensors that were read are mapped from it; nobody writes to them.
+
+    ids: every id that was fed. queries: `[layers, window, heads, head_dim]`, or None. about: JSON values.
+    """
+
+    rows: SavedRows
+    ids: list[int]
+    queries: Tensor | None
+    about: dict[str, Any]
+
+
+def check_target(path: str | Path) -> Path:
+    """The path, if a file can be put there. Raises SnapshotError."""
+    target = Path(path)
+    if not target.name or target.is_dir():
+        raise SnapshotError(f"cannot write {target}: it is a folder, give the name of a file")
+    if target.exists() and not target.is_file():
+        raise SnapshotError(f"cannot write {target}: it is no ordinary file")
+    if not target.parent.is_dir():
+        raise SnapshotError(f"cannot write {target}: there is no folder {target.parent}")
+    if not os.access(target.parent, os.W_OK):
+        raise SnapshotError(f"cannot write {target}: the folder {target.parent} is not open for writing")
+    return target
+
+
+def write_snapshot(path: str | Path, snapshot: Snapshot) -> None:
+    """Write a file, in place of one that may be there. Raises SnapshotError; then what was there is as it was."""
+    target, rows = check_target(path), snapshot.rows
+    tensors = {
+        "keys": rows.keys,
+        "values": rows.values,
+        "position": rows.position,
+        "score": rows.score,
+        "length": torch.from_numpy(rows.length),
+        "ids": torch.tensor(snapshot.ids, dtype=torch.int64),
+    }
+    if snapshot.queries is not None:
+        tensors["queries"] = snapshot.queries
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    about = json.dumps(snapshot.about, ensure_ascii=False)
+    metadata = {"format": FORMAT, "version": str(VERSION), "checksum": BLANK, "about": about}
+    beside = target.with_name(f".{target.name[:64]}.{secrets.token_hex(6)}.part")
+    try:
+        save_file(tensors, beside, metadata=metadata)
+        with open(beside, "r+b") as file:
+            at = file.read(8 + int.from_bytes(file.read(8), "little")).index(MARK) + 8 + len(MARK)
+            file.seek(0)
+            digest = _digest(file, at)
+            file.seek(at)
+            file.write(digest.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, target)
+        _settle(target.parent)
+    except (OSError, SafetensorError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise SnapshotError(f"cannot write {target}: {reason}") from error
+    finally:
+        with suppress(OSError):
+            beside.unlink()
+
+
+def read_snapshot(path: str | Path) -> Snapshot:
+    """Check a file and map it. Raises SnapshotError for one that is truncated, altered, foreign or newer."""
+    try:
+        about = _checked(Path(path))
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+    except OSError as error:
+        raise SnapshotError(f"cannot read {path}: {error.strerror or error}") from error
+    except SafetensorError as error:
+        raise SnapshotError(f"{path} is damaged: {error}") from error
+    return _assembled(path, tensors, about)
+
+
+def _checked(path: Path) -> dict[str, Any]:
+    """`about` of a file whose every byte is as it was written."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(LONGEST_HEADER, size - 8):
+            raise SnapshotError(f"{path} is no saved cache, or only the beginning of one: {size:,} bytes")
+        header = file.read(length)
+        try:
+            parsed = json.loads(header)
+            metadata = parsed.pop("__metadata__")
+            known, version = metadata["format"] == FORMAT, int(metadata["version"])
+            checksum = metadata["checksum"]
+            ends = [int(tensor["data_offsets"][1]) for tensor in parsed.values()]
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            raise SnapshotError(f"{path} is no saved cache: its header is damaged, or another program's") from None
+        if not known:
+            raise SnapshotError(f"{path} is no saved cache, though a safetensors file")
+        if version > VERSION:
+            raise SnapshotError(
+                f"{path} has format {version}, and this program reads up to {VERSION}: use a newer cake-infer, or "
+                "compress the document again"
+            )
+        expected = 8 + length + max(ends, default=0)
+        if size != expected:
+            what = "truncated" if size < expected else "altered"
+            raise SnapshotError(f"{path} is {what}: {size:,} bytes, and its header says {expected:,}")
+        at = header.find(MARK)
+        if at < 0 or header.count(MARK) != 1 or not isinstance(checksum, str) or len(checksum) != len(BLANK):
+            raise SnapshotError(f"{path} is altered: its checksum is not where it belongs")
+        file.seek(0)
+        if _digest(file, 8 + at + len(MARK)) != checksum:
+            raise SnapshotError(f"{path} is altered: its content does not agree with its checksum")
+    about = json.loads(metadata["about"])
+    if not isinstance(about, dict):
+        raise SnapshotError(f"{path} is no saved cache: it does not say of what")
+    return about
+
+
+def _digest(file: Any, blank_at: int) -> str:
+    """SHA-256 of a file from here to its end, with 64 zeros from byte `blank_at` on."""
+    digest = hashlib.sha256(file.read(blank_at))
+    file.seek(len(BLANK), os.SEEK_CUR)
+    digest.update(BLANK.encode())
+    buffer = memoryview(bytearray(BLOCK))
+    while count := file.readinto(buffer):
+        digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+def _assembled(path: str | Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> Snapshot:
+    """The parts, if they fit each other: a checksum only says that they are what somebody wrote."""
+
+    def need(agrees: bool) -> None:
+        if not agrees:
+            raise SnapshotError(f"{path} is inconsistent: its tables do not fit each other")
+
+    queries = tensors.pop("queries", None)
+    need(sorted(tensors) == ["ids", "keys", "length", "position", "score", "values"])
+    keys, values, position, score = (tensors[name] for name in ("keys", "values", "position", "score"))
+    length, ids = tensors["length"], tensors["ids"]
+    need(keys.dim() == 2 and keys.dtype in KV_DTYPES and values.shape == keys.shape and values.dtype == keys.dtype)
+    slots, total = (keys.shape[0],), ids.numel()
+    need(position.shape == slots and position.dtype == torch.int32)
+    need(score.shape == slots and score.dtype == torch.float32)
+    need(length.dim() == 2 and length.dtype == torch.int64 and ids.dim() == 1 and ids.dtype == torch.int64)
+    need(bool((length >= 0).all()) and int(length.sum()) == keys.shape[0] and int(length.max()) <= total)
+    need(bool(((position >= 0) & (position < total)).all()))
+    need(queries is None or (queries.dim() == 4 and queries.is_floating_point()))
+    table = length.numpy().copy()
+    return Snapshot(SavedRows(keys, values, position, score, table, table.copy()), ids.tolist(), queries, about)
+
+
+def _settle(folder: Path) -> None:
+    """Bring the new name to the disk as well, where the system can."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

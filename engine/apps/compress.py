@@ -1,0 +1,92 @@
+"""`cake-infer compress`: read a document once, and save what is kept of it for questions to come."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING
+
+from ...errors import PromptError
+from .console import Console
+from .interrupt import Interrupt
+from .loading import Load, add_model_arguments, add_output_arguments, open_engine, usage_conflict
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+COST = """\
+What is kept is chosen before a question is known, by the document's own last tokens: what a question would have wanted
+may be gone, more of it the smaller the budget. Where the answer matters, keep more (--budget 20%), or read the document
+with its question. Policies without a window of votes (--policy keydiff, expected-attention) do not lean to the text's
+end; `cake-infer eval needle` compares them."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = f"{parser.description}\n\n{COST}"
+    text = parser.add_argument_group("document")
+    text.add_argument(
+        "--prompt-file",
+        metavar="FILE",
+        action="append",
+        help="a UTF-8 document, - for standard input; may be given several times",
+    )
+    text.add_argument("--system", metavar="TEXT", help="the system prompt")
+    text.add_argument(
+        "--raw", action="store_true", help="read the text as it stands, without chat template; control tokens count"
+    )
+    text.add_argument(
+        "-o", "--output", metavar="FILE", required=True, help="the file to write, in place of one that may be there"
+    )
+    add_model_arguments(parser, skip=("decode_policy", "hold_by"))
+    add_output_arguments(parser.add_argument_group("output"))
+
+
+def conflict(args: argparse.Namespace, given: set[str]) -> str | None:
+    """Why these flags do not go together, or None."""
+    if args.raw and args.system is not None:
+        return "--system has no effect with --raw: write it into the text"
+    if args.prompt_file and args.prompt_file.count("-") > 1:
+        return "--prompt-file - can be given once: standard input is read once"
+    args.decode_policy, args.hold_by = "grow", None
+    return usage_conflict(args, given)
+
+
+def run(args: argparse.Namespace, load: Load | None = None) -> int:
+    """Reads, evicts and saves; the exit code. Raises CakeError."""
+    from ...cache.budget import size_text
+    from ...cache.snapshot import check_target
+    from ..statistics import Statistics
+    from .prompt import read_prompt
+
+    with Console(quiet=args.quiet, verbose=args.verbose) as console:
+        target = check_target(args.output)
+        args.prompt, args.prompt_tokens = None, None
+        prompt = read_prompt(args, console)
+        if prompt is None:
+            raise PromptError("there is no document: give --prompt-file FILE or text on standard input")
+        system = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
+        messages = None if args.raw else [*system, {"role": "user", "content": prompt.text}]
+
+        def before_weights(engine: Engine) -> None:
+            engine.check_room(len(prompt.ids(engine)))
+
+        with open_engine(args, console, load, before_weights) as engine, Interrupt() as interrupt:
+            try:
+                document = engine.compress(
+                    prompt.text if args.raw else None,
+                    messages=messages,
+                    on_progress=interrupt.watch(console.progress),
+                )
+            finally:
+                console.progress.clear()
+            if interrupt.asked:
+                raise KeyboardInterrupt
+            document.save(target)
+        if console.verbose:
+            console.notice(Statistics(document.tokens, layer_lengths=document.layer_lengths).layers_text())
+        share = document.kept_tokens / document.tokens
+        console.notice(
+            f"{target}: {size_text(os.path.getsize(target))}, kept {document.kept_tokens:,.0f} of {document.tokens:,} "
+            f"tokens a layer ({share:.1%}); ask with --cache {target} --prompt TEXT"
+        )
+    return 0

@@ -1,0 +1,188 @@
+"""A compressed document: read once, asked many questions, each on a copy of its rows, which stay as they are."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..cache.budget import Budget
+from ..cache.snapshot import Snapshot, read_snapshot, write_snapshot
+from ..errors import OptionError, PromptError, SnapshotError
+from .encoding import check_length, prompt_ids
+from .reply import OnProgress, chunk_reporter, tell_if_raised
+from .saving import are_messages, check_model, pack, unpack
+from .sequence import Sequence as TextSequence
+from .text import check_text
+
+if TYPE_CHECKING:
+    from .engine import Engine, Message
+
+log = logging.getLogger(__name__)
+
+# Beginnings of questions that tokenizers join to what is in front of them in different ways: what is the same before
+# all of them is the document's, and the few tokens behind that are fed with each question.
+BEGINNINGS = ("What", " a", "\n\n\n", "1", "?", "s")
+ROOM = 512  # tokens of question and reply for which rotary frequencies that depend on the length are chosen
+
+
+@dataclass(frozen=True)
+class Document:
+    """What is kept of a text that was read, by `Engine.compress` or `Engine.load_document`.
+
+    source: the text or the messages, for the tokens of a question behind them; None where ids were given.
+    """
+
+    snapshot: Snapshot
+    source: str | list[Message] | None
+    name: str = "the document"
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens were read."""
+        return len(self.snapshot.ids)
+
+    @property
+    def kept_tokens(self) -> float:
+        """How many are kept in an average row."""
+        return float(self.snapshot.rows.length.mean())
+
+    @property
+    def layer_lengths(self) -> tuple[tuple[int, ...], ...]:
+        """Kept tokens of each layer and KV head."""
+        return tuple(tuple(heads) for heads in self.snapshot.rows.length.tolist())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the kept keys and values."""
+        return self.snapshot.rows.keys.nbytes + self.snapshot.rows.values.nbytes
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file, in place of one that may be there. Raises SnapshotError; then that one is as it was."""
+        write_snapshot(path, self.snapshot)
+
+
+def compress(
+    engine: Engine,
+    text: str | None,
+    messages: list[Message] | None,
+    ids: Sequence[int] | None,
+    on_progress: OnProgress | None,
+) -> Document:
+    """See `Engine.compress`."""
+    if sum(given is not None for given in (text, messages, ids)) != 1:
+        raise OptionError("give exactly one of a text, messages and ids")
+    source: str | list[Message] | None = None
+    if ids is not None:
+        fed = prompt_ids(engine, None, None, ids)
+    elif messages is not None:
+        fed = prompt_ids(engine, None, messages, None)  # checks them
+        if messages[-1]["role"] != "user" or not isinstance(messages[-1]["content"], str):
+            raise PromptError("the last message is the document: it must be the user's, and a text")
+        source = [{"role": message["role"], "content": message["content"]} for message in messages]
+        fed = _before_question(engine, source)
+    else:
+        prompt_ids(engine, text, None, None)
+        source = text
+        fed = _before_question(engine, text or "")
+    if not fed or source == "" or (isinstance(source, list) and not source[-1]["content"]):
+        raise PromptError("the document is empty: there is nothing to keep of it")
+    runner, sequence = engine.runner, TextSequence()
+    with runner.alone():
+        runner.prepare(sequence, len(fed), ROOM)
+        if sequence.budget is not None and engine.cache.kv_memory is None:
+            tell_if_raised(Budget.parse(engine.cache.budget), len(fed), engine.cache.window)
+        with runner._whole(sequence):
+            runner.feed(sequence, fed, 0, on_chunk=chunk_reporter(engine.config.num_layers, on_progress))
+        kept = runner.tenancy.copy(sequence)
+    kind = "ids" if source is None else "text" if isinstance(source, str) else "messages"
+    return Document(pack(engine, kept, "document", given=kind, source=source), source)
+
+
+def load_document(engine: Engine, path: str | Path) -> Document:
+    """See `Engine.load_document`."""
+    snapshot = read_snapshot(path)
+    check_model(engine, snapshot.about, path, "document")
+    given, source = snapshot.about.get("given"), snapshot.about.get("source")
+    if not (
+        (given == "ids" and source is None)
+        or (given == "text" and isinstance(source, str))
+        or (given == "messages" and are_messages(source))
+    ):
+        raise SnapshotError(f"{path} is inconsistent: it does not say what was read")
+    return Document(snapshot, source, str(path))
+
+
+def open_document(engine: Engine, document: Document) -> TextSequence:
+    """A sequence that goes on from the document's rows, of which `Tenancy` makes a copy in the arena."""
+    return unpack(engine, document.snapshot, document.name, "document", fixed=True)
+
+
+def question_ids(
+    engine: Engine,
+    document: Document,
+    prompt: str | None,
+    messages: list[Message] | None,
+    ids: Sequence[int] | None,
+) -> list[int]:
+    """The ids that a question feeds behind a document: those of the one-shot prompt that are not yet in it.
+
+    Raises PromptError and OptionError.
+    """
+    if messages is not None:
+        raise OptionError("a question to a document is a text or ids: its messages are the document's own")
+    if ids is not None:
+        return prompt_ids(engine, prompt, None, ids)
+    if not isinstance(prompt, str):
+        raise PromptError(f"a question to a document is a text, not {prompt!r}")
+    check_text(prompt, "the question")
+    check_length(engine, prompt, document.tokens)
+    read, source, tokenizer = document.snapshot.ids, document.source, engine.text_tokenizer()
+    if not prompt.strip() and not isinstance(source, str):
+        raise PromptError("the question is empty")
+    if source is None:
+        fed = tokenizer.encode_with_literals(prompt, (), continues=True)
+    else:
+        whole = _one_shot(engine, source)(prompt)
+        fed = whole[len(read) :]
+        if whole[: len(read)] != read:
+            log.info("read in one go the text would have other tokens: those of the document stay as they are")
+            if isinstance(source, str):
+                alone = tokenizer.encode(source)
+                behind = alone[len(read) :] if alone[: len(read)] == read else []
+                fed = [*behind, *tokenizer.encode_with_literals(prompt, (), continues=True)]
+            else:  # the template writes something else by now, such as the date
+                fed = whole[len(_before_question(engine, source)) :]
+    if not fed:
+        raise PromptError("the question is empty")
+    return fed
+
+
+def _one_shot(engine: Engine, source: str | list[Message]) -> Callable[[str], list[int]]:
+    """What gives the ids of a document and a question behind it, read in one go."""
+    if isinstance(source, str):
+        return lambda question: engine.text_tokenizer().encode(source + question)
+    *before, last = source
+    template = engine.chat_template()
+    return lambda question: template.encode([*before, {**last, "content": f"{last['content']}\n\n{question}"}])
+
+
+def _before_question(engine: Engine, source: str | list[Message]) -> list[int]:
+    """The ids of a document that are the same whatever is asked."""
+    one_shot = _one_shot(engine, source)
+    encodings = [one_shot(beginning) for beginning in BEGINNINGS]
+    if isinstance(source, str) and (start := _last_word(source)):  # the question may go on with it
+        encodings.append(engine.text_tokenizer().encode(source[:start]))
+    first, *others = encodings
+    same = min(map(len, [first, *others]))
+    for other in others:
+        same = next((at for at in range(same) if first[at] != other[at]), same)
+    return first[:same]
+
+
+def _last_word(text: str) -> int:
+    """Where the last word of a text begins, white space in front of it included; 0 where there is but one."""
+    words = text.rstrip()
+    return len(words[: max(words.rfind(" "), words.rfind("\n"), 0)].rstrip())

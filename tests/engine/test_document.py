@@ -1,0 +1,272 @@
+"""Documents that are read once: the same answers as in one go, in any order, from memory and from a file."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+from cake_infer import Engine
+from cake_infer.cache.snapshot import read_snapshot, write_snapshot
+from cake_infer.cli import main
+from cake_infer.errors import MemoryLimit, OptionError, PromptError, SnapshotError
+
+DOCUMENT = "the harbour office keeps watch on channel fourteen. " * 8
+QUESTIONS = ("en, what of it?", "\n\n1. and the second?", "?!", "a " * 40)
+CLOSE = {"rtol": 0, "atol": 1e-4}
+
+
+def load(folder, **options):
+    return Engine.load(folder, **{"window": 8, "budget": 48, "step": "eager", **options})
+
+
+def messages(content=DOCUMENT):
+    return [{"role": "system", "content": "be brief"}, {"role": "user", "content": content}]
+
+
+def answers(engine, document, questions=QUESTIONS, **options):
+    return [engine.generate(q, cache=document, max_new_tokens=6, temperature=0.0, **options).ids for q in questions]
+
+
+@pytest.mark.parametrize("kind", ["text", "cut word", "messages"])
+def test_a_question_feeds_the_tokens_that_the_one_shot_prompt_has_behind_the_document(model_folder, kind):
+    engine = load(model_folder())
+    text = DOCUMENT if kind == "text" else DOCUMENT.strip(". ")[:-2]
+    document = engine.compress(messages=messages()) if kind == "messages" else engine.compress(text)
+    for question in QUESTIONS:
+        if kind == "messages":
+            whole = engine.encode(messages=messages(f"{DOCUMENT}\n\n{question}"))
+        else:
+            whole = engine.encode(text + question)
+        fed = engine.generate(question, cache=document, max_new_tokens=1).prompt_ids
+        assert [*document.snapshot.ids, *fed] == whole
+        assert len(fed) < len(whole) - len(engine.encode(DOCUMENT)) // 2  # the document is not among them
+
+
+def test_with_a_budget_that_holds_the_document_the_answer_is_the_one_shot_answer(model_folder):
+    engine = load(model_folder(), budget=2000)
+    document = engine.compress(messages=messages())
+    for question in QUESTIONS:
+        whole = engine.generate(messages=messages(f"{DOCUMENT}\n\n{question}"), max_new_tokens=6, temperature=0.0)
+        assert engine.generate(question, cache=document, max_new_tokens=6, temperature=0.0).ids == whole.ids
+
+
+def test_the_answer_sees_what_was_kept_and_all_of_the_question(model_folder, dense, force, random_ids, kept_positions):
+    folder = model_folder()
+    engine, model = load(folder), dense(folder)
+    ids, question, reply = random_ids(150), random_ids(20, seed=1), random_ids(5, seed=2)
+    document = engine.compress(ids=ids)
+    rows = document.snapshot.rows
+    seen = force(reply)
+    result = engine.generate(ids=question, cache=document, max_new_tokens=5)
+    assert list(result.ids) == reply
+    whole = [*ids, *question, *reply[:-1]]
+    masks, start = {}, 0
+    for layer, head in [(layer, head) for layer in range(rows.length.shape[0]) for head in range(rows.length.shape[1])]:
+        kept = rows.position[start : start + int(rows.length[layer, head])].tolist()
+        start += len(kept)
+        mask = torch.ones(len(whole), len(whole), dtype=torch.bool)
+        mask[len(ids) :, : len(ids)] = False
+        mask[len(ids) :, kept] = True
+        masks[layer, head] = mask
+    assert rows.length.mean() == 48  # and so most of the document is gone
+    reference = model.logits(whole, masks)[len(ids) + len(question) - 1 :]
+    torch.testing.assert_close(torch.stack(seen).double(), reference, **CLOSE)
+    assert result.stats.full_tokens == len(ids) + len(question)
+    assert result.stats.kept_tokens == 48 + len(question)  # nothing is evicted for a question
+
+
+@pytest.mark.parametrize("options", [{}, {"decode_policy": "hold"}, {"kv_dtype": "bfloat16"}, {"policy": "ada-kv"}])
+def test_questions_in_any_order_from_memory_and_from_a_file_have_the_same_answers(model_folder, tmp_path, options):
+    folder = model_folder()
+    engine = load(folder, **options)
+    document = engine.compress(messages=messages())
+    first = answers(engine, document)
+    assert answers(engine, document, QUESTIONS[::-1]) == first[::-1]
+    document.save(tmp_path / "a.cake")
+    assert answers(engine, document) == first  # saving changes nothing
+    again = engine.load_document(tmp_path / "a.cake")
+    assert answers(engine, again, QUESTIONS[::-1]) == first[::-1]
+    with load(folder, **options) as other:
+        found = other.load_document(tmp_path / "a.cake")
+        assert found.tokens == document.tokens
+        assert found.kept_tokens == document.kept_tokens == 48
+        assert answers(other, found) == first
+        assert other.generate(list(QUESTIONS), cache=found, max_new_tokens=6, temperature=0.0)[1].ids == first[1]
+        found.save(tmp_path / "b.cake")  # of what is mapped from the other file
+        assert answers(other, other.load_document(tmp_path / "b.cake")) == first
+
+
+@pytest.mark.parametrize("hold_by", [None, "cake", "streaming-llm"])
+def test_with_hold_a_long_answer_takes_no_further_room(model_folder, force, random_ids, hold_by):
+    engine = load(model_folder(), decode_policy="hold", hold_by=hold_by)
+    document = engine.compress(ids=random_ids(150))
+    force(random_ids(200, seed=3))
+    stream = engine.stream(ids=random_ids(20, seed=1), cache=document, max_new_tokens=200)
+    next(stream)
+    arena = engine.runner.tenancy.arena
+    before, nbytes = arena.kept_slots, arena.nbytes
+    assert before == document.snapshot.rows.length.sum() + 20 * document.snapshot.rows.length.size
+    list(stream)
+    assert engine.runner.tenancy.arena is arena
+    assert (arena.kept_slots, arena.nbytes) == (before, nbytes)
+
+
+def test_a_document_outlives_other_work_and_broken_off_answers(model_folder):
+    engine = load(model_folder())
+    document = engine.compress(DOCUMENT)
+    first = answers(engine, document)
+    chat = engine.chat()
+    list(chat.send("hello", max_new_tokens=4))
+    stream = engine.stream("why?", cache=document, max_new_tokens=50)
+    next(stream)
+    stream.close()
+    with pytest.raises(ZeroDivisionError):
+        engine.generate("why?", cache=document, on_progress=lambda progress: 1 / 0)
+    list(chat.send("and again", max_new_tokens=4))
+    assert answers(engine, document) == first
+    assert len(chat.messages) == 4
+
+
+def test_a_template_that_writes_something_else_by_now_leaves_the_document_as_it_was_read(model_folder, caplog):
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\nread {{ day }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "<|im_start|>assistant\n"
+    )
+    engine = load(model_folder(template=template.replace("{{ day }}", "on monday")))
+    document = engine.compress(messages=messages())
+    expected = engine.generate("why?", cache=document, max_new_tokens=1).prompt_ids
+    later = load(model_folder("later", template=template.replace("{{ day }}", "tuesday")))
+    object.__setattr__(later, "fingerprint", engine.fingerprint)  # the same weights
+    with caplog.at_level(logging.INFO):
+        assert later.generate("why?", cache=document, max_new_tokens=1).prompt_ids == expected
+    assert "stay as they are" in caplog.text
+
+
+def test_what_cannot_be_asked_is_refused_and_leaves_the_document_usable(model_folder):
+    engine = load(model_folder(), context=600)
+    document = engine.compress(messages=messages())
+    first = answers(engine, document)
+    with pytest.raises(OptionError, match="a text or ids"):
+        engine.generate(messages=messages(), cache=document)
+    with pytest.raises(PromptError, match="empty"):
+        engine.generate("  ", cache=document)
+    with pytest.raises(PromptError, match="600"):
+        engine.generate("word " * 100, cache=document)
+    with pytest.raises(OptionError, match="unknown option"):
+        engine.stream("why?", cache=document, sorcery=1)
+    for wrong in ({}, {"text": "a", "ids": [1]}):
+        with pytest.raises(OptionError, match="exactly one"):
+            engine.compress(**wrong)
+    with pytest.raises(PromptError, match="empty"):
+        engine.compress(messages=messages(""))
+    with pytest.raises(PromptError, match="the last message is the document"):
+        engine.compress(messages=[*messages(), {"role": "assistant", "content": "x"}])
+    with pytest.raises(PromptError, match="600"):
+        engine.compress(DOCUMENT * 10)
+    assert answers(engine, document) == first
+
+
+def test_another_models_and_another_kind_of_file_are_refused(model_folder, tmp_path):
+    engine = load(model_folder(), kv_dtype="float32")
+    document = engine.compress(DOCUMENT)
+    path = tmp_path / "a.cake"
+    document.save(path)
+    other = load(model_folder("other", seed=5))
+    before = answers(other, other.compress(DOCUMENT))
+    with pytest.raises(SnapshotError, match=r"another model \(model\) than other"):
+        other.load_document(path)
+    with pytest.raises(SnapshotError, match="another model"):
+        answers(other, document)
+    assert answers(other, other.compress(DOCUMENT)) == before
+    with pytest.raises(SnapshotError, match="kv_dtype float32"):
+        answers(load(engine.model_path, kv_dtype="bfloat16"), engine.load_document(path))
+    with pytest.raises(SnapshotError, match="rope_scaling"):
+        answers(load(engine.model_path, rope_scaling="linear:2"), engine.load_document(path))
+    with pytest.raises(SnapshotError, match="holds a document, not a chat"):
+        engine.chat().load(path)
+    chat = engine.chat()
+    list(chat.send("hello", max_new_tokens=4))
+    chat.save(path)
+    with pytest.raises(SnapshotError, match="holds a chat, not a document: go on with it in a chat"):
+        engine.load_document(path)
+
+
+@pytest.mark.parametrize(
+    "change", [{"source": None}, {"given": "poem"}, {"read": "x"}, {"budget": {}}, {"frequencies": 1}]
+)
+def test_a_file_that_says_nonsense_of_its_text_is_refused(model_folder, tmp_path, change):
+    engine = load(model_folder())
+    document = engine.compress(messages=messages())
+    saved = document.snapshot
+    write_snapshot(tmp_path / "a.cake", type(saved)(saved.rows, saved.ids, saved.queries, {**saved.about, **change}))
+    read_snapshot(tmp_path / "a.cake")  # the file itself is sound
+    with pytest.raises(SnapshotError):
+        answers(engine, engine.load_document(tmp_path / "a.cake"))
+
+
+def test_kv_memory_holds_for_questions_too(model_folder):
+    engine = load(model_folder(), budget=1024, kv_memory="300KiB")
+    document = engine.compress(DOCUMENT)
+    assert document.kept_tokens < document.tokens
+    with pytest.raises(MemoryLimit, match="300KiB"):
+        engine.generate("word " * 200, cache=document)
+    assert engine.generate("why?", cache=document, max_new_tokens=4).stats.kept_tokens > document.kept_tokens
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shell(model_folder, tmp_path, capfd):
+    folder = model_folder()
+    (tmp_path / "book.txt").write_text(DOCUMENT)
+
+    def run(*words):
+        code = main([*words, "--model", str(folder), "--step", "eager"])
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    run.folder, run.at = folder, tmp_path
+    return run
+
+
+@pytest.mark.parametrize("raw", [(), ("--raw",)])
+def test_compress_and_ask_say_what_the_one_shot_command_says(shell, raw):
+    book, cake = str(shell.at / "book.txt"), str(shell.at / "book.cake")
+    code, out, err = shell("compress", "--prompt-file", book, "--budget", "2000", "-o", cake, *raw)
+    assert (code, out) == (0, "")
+    assert "book.cake" in err
+    assert "--cache" in err
+    asked = ("--prompt", "what of it?", "--json", "--max-tokens", "8", "--temperature", "0")
+    code, out, err = shell("--cache", cake, *asked)
+    assert code == 0, err
+    answer = json.loads(out)
+    code, out, _ = shell("--prompt-file", book, *asked, *raw)
+    whole = json.loads(out)
+    assert answer["ids"] == whole["ids"]
+    assert answer["prompt_tokens"] < whole["prompt_tokens"] / 4
+    assert answer["stats"]["full_tokens"] == whole["stats"]["full_tokens"]
+
+
+def test_the_commands_refuse_in_one_line(shell):
+    book, cake = str(shell.at / "book.txt"), shell.at / "book.cake"
+    assert shell("compress", "--prompt-file", book, "--budget", "64", "-o", str(cake))[0] == 0
+    cut = shell.at / "cut.cake"
+    cut.write_bytes(cake.read_bytes()[:-9])
+    for words, code, said in (
+        (("--cache", str(cut), "--prompt", "x"), 1, "is truncated"),
+        (("--cache", str(cake), "--prompt", ""), 2, "needs a question"),
+        (("--cache", str(cake), "--prompt", "x", "--budget", "64"), 2, "--budget has no effect with --cache"),
+        (("--cache", str(cake), "--prompt", "x", "--policy", "knorm"), 2, "--policy has no effect with --cache"),
+        (("--cache", str(cake), "--prompt", "x", "--raw"), 2, "--raw has no effect with --cache"),
+        (("compress", "--prompt-file", book), 2, "-o"),
+        (("compress", "--prompt-file", book, "-o", str(shell.at / "no" / "a")), 1, "there is no folder"),
+        (("compress", "--prompt-file", book, "-o", str(cake), "--raw", "--system", "x"), 2, "--system has no effect"),
+    ):
+        found, out, err = shell(*words)
+        assert (found, out) == (code, ""), err
+        assert said in err, err
+        assert err.count("\n") == 1, err
+    assert (shell.at / "book.cake").exists()
