@@ -83,7 +83,7 @@ def run(args: argparse.Namespace, load: Load | None = None) -> int:
                 raise KeyboardInterrupt
             document.save(target)
         if console.verbose:
-            console.notice(Statistics(document.tokens, layer_lengths=document.layer_lengths).layers_text())
+            console.notice(Statistics(full_tokens=document.tokens, layer_lengths=document.layer_lengths).layers_text())
         share = document.kept_tokens / document.tokens
         console.notice(
             f"{target}: {size_text(os.path.getsize(target))}, kept {document.kept_tokens:,.0f} of {document.tokens:,} "
