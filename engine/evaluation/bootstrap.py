@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 RESAMPLES = 10_000
 LEVEL = 0.95
+FEWEST = 6  # with 5 prompts even differences that all have one sign happen by chance more often than once in 20
 _AT_ONCE = 1 << 22  # drawn values held together
 
 
@@ -25,8 +26,8 @@ class Interval:
 
     @property
     def significant(self) -> bool:
-        """Whether the interval leaves out 0."""
-        return self.count > 1 and (self.low > 0 or self.high < 0)
+        """Whether the interval leaves out 0, over enough prompts to say so."""
+        return self.count >= FEWEST and (self.low > 0 or self.high < 0)
 
 
 def bootstrap(

@@ -45,6 +45,7 @@ def test_pairs_see_a_difference_that_two_intervals_hide():
     assert difference.high < 0
     assert difference.below == 1.0
     assert not paired(base.tolist(), base.tolist()).significant
+    assert [bootstrap([1.0, 2.0] * count).significant for count in (1, 2, 3)] == [False, False, True]
 
 
 def test_one_value_and_none():
