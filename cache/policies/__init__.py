@@ -40,6 +40,12 @@ class Named:
 
 NAMED = {
     "cake": Named("cake", "cake", paper="CAKE, Qin et al., ICLR 2025, arXiv 2503.12491"),
+    "auto": Named(
+        "cake",
+        "cake",
+        "adaptive",
+        paper="what lost least in our comparison (docs/methods.md): CAKE, its rows shared over heads after Ada-KV",
+    ),
     "pyramidkv": Named("snapkv", "pyramid", paper="PyramidKV, Cai et al., arXiv 2406.02069"),
     "ada-kv": Named("snapkv", "uniform", "adaptive", paper="Ada-KV, Feng et al., NeurIPS 2025, arXiv 2407.11550"),
     "vl-cache": Named("snapkv", "vl-cache", paper="VL-Cache, Tu et al., ICLR 2025, arXiv 2410.23317"),
