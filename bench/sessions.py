@@ -1,0 +1,100 @@
+"""What a saved document saves: the time to the first token of a question, beside reading the document again.
+
+    python bench/sessions.py --tokens 7800 --budget 1024
+
+In one process the second question goes on from the rows in memory; a new process loads the model and the file. Beside
+them the same prompt is read in one go, once in this process and once in a new one. Random tokens; medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from report import report
+
+QUESTION = 32  # tokens
+CHILD = """
+import sys
+from cake_infer import Engine
+with Engine.load(sys.argv[1], budget=int(sys.argv[2])) as engine:
+    ids = [int(token) for token in open(sys.argv[3]).read().split()]
+    cache = engine.load_document(sys.argv[4]) if len(sys.argv) > 4 else None
+    next(engine.stream(ids=ids, cache=cache, max_new_tokens=2, temperature=0.0))
+"""
+
+
+def median(action, rounds: int) -> float:
+    """Seconds of a call, the median of several after one that does not count."""
+    times = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return float(np.median(times[1:]))
+
+
+def main() -> None:
+    from cake_infer import Engine
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--tokens", type=int, default=7800)
+    parser.add_argument("--budget", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Engine.load(args.model, budget=args.budget, context=args.tokens + 512) as engine,
+    ):
+        ids = random.Random(0).choices(range(256, engine.config.vocab_size), k=args.tokens + QUESTION)
+        document_ids, question = ids[: args.tokens], ids[args.tokens :]
+        path = Path(folder) / "document.cake"
+        document = engine.compress(ids=document_ids)
+        document.save(path)
+
+        def first_token(cache=None) -> None:
+            stream = engine.stream(ids=question if cache else ids, cache=cache, max_new_tokens=2, temperature=0.0)
+            next(stream)
+            stream.close()
+
+        again = median(lambda: first_token(document), args.rounds)
+        load = median(lambda: engine.load_document(path), args.rounds)
+        start = time.perf_counter()
+        first_token()
+        fresh = time.perf_counter() - start
+        layout = engine.runner.layout
+        slots = args.tokens * layout.num_layers * layout.num_kv_heads
+        full = slots * 2 * layout.head_dim * layout.kv_dtype.itemsize
+        size = path.stat().st_size
+        kept = document.nbytes
+
+        whole, asked = Path(folder) / "whole.txt", Path(folder) / "question.txt"
+        whole.write_text(" ".join(map(str, ids)))
+        asked.write_text(" ".join(map(str, question)))
+        child = [sys.executable, "-c", CHILD, args.model, str(args.budget)]
+
+        def process(*more: object) -> None:
+            subprocess.run([*child, *map(str, more)], check=True, stdin=subprocess.DEVNULL)
+
+        new = median(lambda: process(asked, path), args.rounds)
+        start = time.perf_counter()
+        process(whole)
+        fresh_process = time.perf_counter() - start
+    name = f"{args.tokens} tokens, budget {args.budget}"
+    report("sessions", f"first token of a second question, {name}", again, "s", None, {"read again": fresh})
+    report("sessions", f"the same from a new process, {name}", new, "s", None, {"read again": fresh_process})
+    report("sessions", f"file, {name}", size, "bytes", kept, {"full cache": full})
+    report("sessions", f"loading the file, {name}", load, "s", None)
+
+
+if __name__ == "__main__":
+    main()
