@@ -8,6 +8,7 @@ compare it with on a CPU.
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,12 +19,16 @@ from ..cache.store import Store
 from ..cache.transfer import to_device
 from ..errors import BackendError
 from ..models.decoder import Decoder, Layer
+from ..models.products import linear
 from .attention import Attention
 from .attention.rows import Rows
 from .attention.tables import UNLIMITED
 from .device_sampling import DeviceSampler, Kind
 from .picker import Picker
 from .sequence import Sequence
+
+if TYPE_CHECKING:
+    from .fused import FusedLayer
 
 NOBODY = -1  # the length of a row in which no sequence is
 
@@ -100,13 +105,36 @@ class DeviceStep:
     def __init__(self, decoder: Decoder, attention: Attention, *, window: int, hold: bool) -> None:
         self.decoder, self.attention, self.window, self.hold = decoder, attention, window, hold
         self._layers = [_fixed(decoder, layer) for layer in decoder.layers]
+        self._fused: list[FusedLayer] = []
+        if attention.name == "triton":
+            from .fused import FusedLayer
+
+            pairs = zip(self._layers, decoder.layers, strict=True)
+            self._fused = [FusedLayer(decoder, layer, stored) for layer, stored in pairs]
 
     def __call__(self, state: DeviceState, store: Store, longest: int, kind: Kind) -> None:
         """Feed every seat's token and choose its next one. An empty seat changes nothing but its `chosen`."""
-        decoder, config = self.decoder, self.decoder.config
         cos, sin = _angles(state)
-        hidden = decoder.embed(state.token)  # [n, hidden]
+        hidden = self.decoder.embed(state.token)  # [n, hidden]
         active = state.length[0, :, 0] >= 0
+        run = self._layers_fused if self._fused else self._layers_plain
+        hidden = run(state, store, longest, hidden, cos, sin)
+        logits = self.decoder.logits(hidden)
+        if Kind.LOGITS in kind:
+            assert state.logits is not None, "made before the first step of this kind"
+            state.logits.copy_(logits)
+        state.chosen.copy_(state.sampler.choose(logits, active, kind))
+        # an id below 0 would end the process on a GPU, where the next step looks it up before the host has read it
+        state.token.copy_(torch.where(active, state.chosen.clamp(min=0), state.token))
+        state.position.add_(active)
+        if not self.hold:  # else the exchange has raised what has grown
+            state.length.add_(state.length >= 0)
+
+    def _layers_plain(
+        self, state: DeviceState, store: Store, longest: int, hidden: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """All layers by the decoder's own arithmetic."""
+        decoder, config = self.decoder, self.decoder.config
         for index, layer in enumerate(self._layers):
             normed = decoder.attention_norm(layer, hidden)
             queries = decoder.queries(layer, normed, cos, sin)  # [heads, n, head_dim]
@@ -119,24 +147,34 @@ class DeviceStep:
                 state.ring[index].index_put_((seats, state.position.long() % (state.window + 1)), by_row)
             rows = state.layer(index, store, longest)
             self.attention.store_newcomers(rows, keys.transpose(0, 1), values.transpose(0, 1))
-            sliding = config.sliding_windows[index]
-            out, weights = self.attention.attend_rows(
-                by_row, rows, scale=decoder.scale, sliding=sliding, weights=self.hold
-            )
-            if weights is not None:
-                self.attention.exchange_least_attended(rows, weights, state.limit[index], window=self.window)
+            out = self._attend(by_row, rows, index, state)
             hidden = hidden + decoder.attention_output(layer, out.transpose(0, 1))
             hidden += decoder.mlp(layer, decoder.mlp_norm(layer, hidden))
-        logits = decoder.logits(hidden)
-        if Kind.LOGITS in kind:
-            assert state.logits is not None, "made before the first step of this kind"
-            state.logits.copy_(logits)
-        state.chosen.copy_(state.sampler.choose(logits, active, kind))
-        # an id below 0 would end the process on a GPU, where the next step looks it up before the host has read it
-        state.token.copy_(torch.where(active, state.chosen.clamp(min=0), state.token))
-        state.position.add_(active)
-        if not self.hold:  # else the exchange has raised what has grown
-            state.length.add_(state.length >= 0)
+        return hidden
+
+    def _layers_fused(
+        self, state: DeviceState, store: Store, longest: int, hidden: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """The same in about a dozen launches a layer."""
+        delta: Tensor | None = None
+        for index, (fused, layer) in enumerate(zip(self._fused, self._layers, strict=True)):
+            rows = state.layer(index, store, longest)
+            normed = fused.add_norm(hidden, delta, mlp=False)
+            queries = fused.place(normed, cos, sin, rows, None if state.ring is None else state.ring[index])
+            out = self._attend(queries, rows, index, state)
+            delta = linear(out.flatten(1), layer.o_proj, layer.o_bias, None)
+            delta = fused.mlp(fused.add_norm(hidden, delta, mlp=True))
+        return hidden if delta is None else hidden.add_(delta)
+
+    def _attend(self, queries: Tensor, rows: Rows, index: int, state: DeviceState) -> Tensor:
+        """Attention over rows and newcomers, `[n, heads, head_dim]`; full rows give up a slot with hold."""
+        sliding = self.decoder.config.sliding_windows[index]
+        out, weights = self.attention.attend_rows(
+            queries, rows, scale=self.decoder.scale, sliding=sliding, weights=self.hold
+        )
+        if weights is not None:
+            self.attention.exchange_least_attended(rows, weights, state.limit[index], window=self.window)
+        return out
 
 
 def undo(arena: Arena, limit: np.ndarray, position: int) -> None:

@@ -184,7 +184,7 @@ def batch(check: Check) -> None:
 
 
 def families(check: Check) -> None:
-    """Log-likelihoods of a text in bf16 here, and in fp32 on the CPU from the same weights."""
+    """Log-likelihoods of a text in bf16 here, and in fp32 on the CPU from the same weights; a reply's ids in fp32."""
     scale = check.scale
     for family, keys in FAMILIES.items():
         shape = {**TINY, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32, **keys}
@@ -195,6 +195,9 @@ def families(check: Check) -> None:
         )
         error = float((here - there).abs().mean())
         check.tell(f"{family}: mean difference of log-likelihoods", error, "nats", "at most 0.05", error <= 0.05)
+        decoder, plan = check.decoder(shape, "float32"), generation(max_new_tokens=2 if scale.dry else 16)
+        eager, graph = (_ids(check.runner(decoder, step=step), text, plan) for step in ("eager", "graph"))
+        check.tell(f"{family}: graph's ids are the eager step's", str(eager == graph), ok=eager == graph)
 
 
 def text(check: Check) -> None:
