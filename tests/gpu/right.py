@@ -195,6 +195,8 @@ def families(check: Check) -> None:
         )
         error = float((here - there).abs().mean())
         check.tell(f"{family}: mean difference of log-likelihoods", error, "nats", "at most 0.05", error <= 0.05)
+        if scale.dry and family not in ("qwen3", "gemma"):
+            continue
         decoder, plan = check.decoder(shape, "float32"), generation(max_new_tokens=2 if scale.dry else 16)
         eager, graph = (_ids(check.runner(decoder, step=step), text, plan) for step in ("eager", "graph"))
         check.tell(f"{family}: graph's ids are the eager step's", str(eager == graph), ok=eager == graph)
