@@ -105,21 +105,20 @@ def place_kernel(
             tl.store(kept + half, left.to(ring.dtype.element_ty), mask=inside)
             tl.store(kept + HALF + half, right.to(ring.dtype.element_ty), mask=inside)
     else:
-        kv = head - HEADS
+        kv = head - HEADS  # names of their own: a compiled branch may not give one name two types
         count = tl.load(length + row * KV_HEADS + kv)
         if count >= 0:
-            source = k + row * k_stride + kv * 2 * HALF
-            left, right = turned(source, k_norm, cos + angle, sin + angle, eps, norm_offset, HALF, HALF_PAD, NORM)
+            key = k + row * k_stride + kv * 2 * HALF
+            low, high = turned(key, k_norm, cos + angle, sin + angle, eps, norm_offset, HALF, HALF_PAD, NORM)
             slot = tl.load(offset + row * KV_HEADS + kv).to(tl.int64) + count
-            target = keys + slot * 2 * HALF
-            tl.store(target + half, left.to(keys.dtype.element_ty), mask=inside)
-            tl.store(target + HALF + half, right.to(keys.dtype.element_ty), mask=inside)
-            source = v + row * v_stride + kv * 2 * HALF
-            target = values + slot * 2 * HALF
-            first = tl.load(source + half, mask=inside, other=0.0)
-            second = tl.load(source + HALF + half, mask=inside, other=0.0)
-            tl.store(target + half, first.to(values.dtype.element_ty), mask=inside)
-            tl.store(target + HALF + half, second.to(values.dtype.element_ty), mask=inside)
+            key_slot, value_slot = keys + slot * 2 * HALF, values + slot * 2 * HALF
+            tl.store(key_slot + half, low.to(keys.dtype.element_ty), mask=inside)
+            tl.store(key_slot + HALF + half, high.to(keys.dtype.element_ty), mask=inside)
+            value = v + row * v_stride + kv * 2 * HALF
+            first = tl.load(value + half, mask=inside, other=0.0)
+            second = tl.load(value + HALF + half, mask=inside, other=0.0)
+            tl.store(value_slot + half, first.to(values.dtype.element_ty), mask=inside)
+            tl.store(value_slot + HALF + half, second.to(values.dtype.element_ty), mask=inside)
             tl.store(position + slot, at)
 
 

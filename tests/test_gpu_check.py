@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +55,23 @@ def test_every_part_runs_dry_and_what_is_worked_out_is_right():
         assert found["values"][f"{part}: {name}"] == "True"
     for name in ("decode: CAKE over full, batch 4", "prefill: 40 tokens: CAKE over full", "small: graph over eager"):
         assert found["values"][name] > 0
+
+
+def test_every_kernel_compiles_for_a_gpu_that_is_not_there():
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONPATH")}
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "compiles.py")], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    compiled = json.loads(done.stdout.splitlines()[-1])["compiled"]
+    written = {
+        name
+        for folder in ("cache", "engine", "models")
+        for path in (FOLDER.parents[1] / folder).rglob("triton_*.py")
+        for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
+    }
+    assert set(compiled) == written, "a kernel is never launched here"
 
 
 def test_a_part_can_be_chosen_and_an_unknown_one_is_refused():
