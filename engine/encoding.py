@@ -28,6 +28,8 @@ def prompt_ids(
     if sum(given is not None for given in (prompt, messages, ids)) != 1:
         raise OptionError("give exactly one of a prompt text, messages and ids")
     if ids is not None:
+        if any(isinstance(token, bool) for token in ids):
+            raise PromptError("token ids are whole numbers, not True or False")
         try:
             result = [index(token) for token in ids]
         except TypeError as error:

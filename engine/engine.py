@@ -290,6 +290,8 @@ class Engine:
             if options.get("messages") is not None or options.get("ids") is not None:
                 raise OptionError("give exactly one of a prompt text, messages and ids")
             return self._generate_list(prompt, **options)
+        if "batch" in options:
+            raise OptionError("batch says how many of a list of prompts are decoded together: there is one prompt")
         ids = self.encode(prompt, messages=options.pop("messages", None), ids=options.pop("ids", None))
         return collect(self.stream(ids=ids, **options), ids)
 
@@ -316,8 +318,8 @@ class Engine:
         on_progress: OnProgress | None = None,
         **options: Any,
     ) -> list[Result]:
-        if batch < 1:
-            raise OptionError(f"batch must be at least 1 prompt, not {batch}")
+        if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+            raise OptionError(f"batch is a whole number of prompts, at least 1, not {batch!r}")
         configs = config if isinstance(config, list) else [config] * len(prompts)
         if len(configs) != len(prompts):
             raise OptionError(f"there are {len(prompts)} prompts and {len(configs)} configs: give one, or one for each")

@@ -89,6 +89,9 @@ def _row(line: str, where: str, stem: str, number: int) -> Row:
         raise PromptError(f"{where} is not JSON: {WANTED}") from None
     if not isinstance(found, dict):
         raise PromptError(f"{where} is no JSON object: {WANTED}")
+    for field in ("prompt", "context", "input"):
+        if field in found and not isinstance(found[field], str):
+            raise PromptError(f"{where} has no text as its {field}: {WANTED}")
     task = str(found.get("dataset") or stem)
     name = str(found.get("_id") or f"{stem}-{number}")
     answers = _answers(found, where)

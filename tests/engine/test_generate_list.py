@@ -72,8 +72,13 @@ def test_wrong_prompts_and_options_are_named_before_anything_is_read(model_folde
             engine.generate(["a", []])
         with pytest.raises(OptionError, match="2 prompts and 1 configs"):
             engine.generate(["a", "b"], config=[GenerationConfig()])
-        with pytest.raises(OptionError, match="batch must be at least 1"):
-            engine.generate(["a", "b"], batch=0)
+        for batch in (0, -1, "x", 1.5, True):
+            with pytest.raises(OptionError, match="batch is a whole number of prompts, at least 1"):
+                engine.generate(["a", "b"], batch=batch)
+        with pytest.raises(OptionError, match="there is one prompt"):
+            engine.generate("a", batch=3)
+        with pytest.raises(PromptError, match="not True or False"):
+            engine.generate(ids=[True])
         with pytest.raises(OptionError, match="exactly one"):
             engine.generate(["a", "b"], messages=[])
 

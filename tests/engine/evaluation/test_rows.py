@@ -69,6 +69,8 @@ def test_folders_and_packed_files_in_order_of_name_with_a_limit(tmp_path):
         ('{"question": "a", "reply": "b"}', "line 1 has question, reply: a row has context, input and answers"),
         ('{"context": "a"}', "line 1 has context: a row has"),
         ('{"prompt": ""}', "line 1 has an empty prompt"),
+        ('{"prompt": 5, "answer": "x"}', "line 1 has no text as its prompt"),
+        ('{"context": "a", "input": null}', "line 1 has no text as its input"),
         ('{"prompt": "a", "answer": 3}', "answers that are no texts"),
         ("", "there is no row in"),
     ],
