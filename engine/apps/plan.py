@@ -150,6 +150,11 @@ def lengths(context: int, prompt_tokens: int | None, new_tokens: int | None) -> 
     """Prompt and reply that fit the context; what was not asked for is cut to fit, what was is refused with both
     numbers (PromptError)."""
     reply = DEFAULT_MAX_NEW_TOKENS if new_tokens is None else new_tokens
+    if new_tokens is not None and new_tokens >= context:
+        raise PromptError(
+            f"a reply of {new_tokens:,} tokens does not fit the context of {context:,} behind a prompt: plan fewer, or "
+            "stretch the context with --rope-scaling KIND:FACTOR"
+        )
     prompt = prompt_tokens or max(1, min(DEFAULT_PROMPT_TOKENS, context - reply))
     if prompt >= context:
         raise PromptError(

@@ -292,6 +292,16 @@ def test_plan_of_a_model_a_revision_and_a_device(
     assert "tpu" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("asked", [["--max-tokens", "999999"], ["--prompt-tokens", "999999"]])
+def test_what_does_not_fit_the_context_is_not_planned_smaller(
+    asked: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", "--model", str(folder), *asked]) == 1
+    message = capsys.readouterr().err
+    assert "999,999 tokens does not fit the context of" in message
+    assert message.count("\n") == 1
+
+
 def test_the_default_model_is_planned_before_it_is_there(
     plan: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
