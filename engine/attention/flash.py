@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import flash_attn
 from torch import Tensor
 
 from . import rows as plain
@@ -24,6 +23,11 @@ class FlashAttention:
     name: ClassVar[str] = "flash_attn"
     ragged: ClassVar[bool] = False
 
+    def __init__(self) -> None:
+        import flash_attn  # not needed to import this file: the package may be missing
+
+        self._flash = flash_attn
+
     def prefill(
         self,
         queries: Tensor,
@@ -36,7 +40,7 @@ class FlashAttention:
         lse: Tensor | None = None,
     ) -> Tensor:
         """See `Attention.prefill`."""
-        out, total, _ = flash_attn.flash_attn_func(
+        out, total, _ = self._flash.flash_attn_func(
             queries.transpose(0, 1)[None],  # [1, q_len, heads, head_dim]
             keys.transpose(0, 1)[None],
             values.transpose(0, 1)[None],
@@ -54,7 +58,7 @@ class FlashAttention:
         self, queries: Tensor, keys: Tensor, values: Tensor, *, scale: float, sliding: SlidingMask | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """See `Attention.decode`; gives no weights."""
-        out: Tensor = flash_attn.flash_attn_with_kvcache(
+        out: Tensor = self._flash.flash_attn_with_kvcache(
             queries[None, None],  # [1, 1, heads, head_dim]
             keys.transpose(0, 1)[None],
             values.transpose(0, 1)[None],
@@ -86,7 +90,7 @@ class FlashAttention:
         for sequence, head, start, span in rows.spans(newcomers):
             if span.stop > start:
                 mine = slice(head * group, (head + 1) * group)
-                out[sequence, mine] = flash_attn.flash_attn_with_kvcache(
+                out[sequence, mine] = self._flash.flash_attn_with_kvcache(
                     queries[sequence, mine][None, None],
                     rows.keys[span][None, :, None],
                     rows.values[span][None, :, None],
