@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import time
 from types import ModuleType
 
 import numpy as np
@@ -15,13 +13,11 @@ from ..cache.arena import Arena
 from ..errors import BackendError
 from ..models.decoder import Decoder, Layer
 from ..models.quantisation import Matrix
-from .background import Background
-from .kernels import ON_CPU, kernels_cached, kernels_kept, load_step, mark_cached
+from .compiling import Compiling
+from .kernels import ON_CPU, load_step
 from .sequence import Sequence
 from .stepper import OnWait
 from .team import Team
-
-log = logging.getLogger(__name__)
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -78,8 +74,7 @@ class CompiledStep:
         self._small_tensors()
         self._room: tuple[int, int] = (0, 0)
         self._angles: dict[tuple[object, int], tuple[np.ndarray, np.ndarray]] = {}
-        self._compiled: set[str] = set()
-        self._compiling: dict[str, Background] = {}
+        self._compiling = Compiling()
         self._unlimited = np.full((config.num_layers, config.num_kv_heads), NO_LIMIT, dtype=np.int64)
 
     # -- tables -------------------------------------------------------------------------------------------------------
@@ -152,36 +147,6 @@ class CompiledStep:
         cosines, sines = self._angles[key]
         return cosines[index], sines[index]
 
-    def _compile(self, kind: str, arguments: tuple[object, ...], on_wait: OnWait | None) -> None:
-        """Compile the step for a format of weights and rows, or load it from the cache, before threads enter it.
-
-        An interrupt (or an `on_wait` that raises) ends the wait at once; the compilation goes on behind, and the next
-        reply waits for the same one.
-        """
-        import numba
-
-        function, started = self._step.decode_step, time.perf_counter()
-        if kind not in self._compiling:
-            if not kernels_cached(kind):
-                weights, rows = kind.split("-")[:2]
-                log.info(
-                    "compiling the decode step for %s weights, %s keys and values%s (about 10 s)",
-                    FORMATS[weights],
-                    FORMATS[rows],
-                    ", once for this machine" if kernels_kept() else "",
-                )
-            counter = np.zeros(2, dtype=np.int64)
-            signature = tuple(numba.typeof(argument) for argument in (0, counter, *arguments))
-            self._compiling[kind] = Background(lambda: function.compile(signature), name="cake-infer-compiler")
-        try:
-            self._compiling[kind].wait(on_wait)
-        finally:
-            if self._compiling[kind].done:  # also after a failure: the next reply tries again
-                del self._compiling[kind]
-        mark_cached(kind)
-        self._compiled.add(kind)
-        log.debug("decode step for %s ready in %.2f s", kind, time.perf_counter() - started)
-
     # -- running ------------------------------------------------------------------------------------------------------
 
     def __call__(self, arena: Arena, sequence: Sequence, token: int, *, window: int) -> Tensor:
@@ -250,8 +215,9 @@ class CompiledStep:
             self._lanes,
             self._group,
         )
-        if kind not in self._compiled:
-            self._compile(kind, arguments, on_wait)
+        weights, rows = FORMATS[self._weights.dtype.name], FORMATS[keys.dtype.name]
+        what = f"the decode step for {weights} weights, {rows} keys and values"
+        self._compiling.ensure(kind, self._step.decode_step, arguments, what=what, seconds=10, on_wait=on_wait)
         return arguments
 
 

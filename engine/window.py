@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
-import time
 from types import ModuleType
 
 import numpy as np
@@ -12,11 +10,9 @@ import torch
 from torch import Tensor
 
 from ..cache.view import LayerView
-from .background import Background
-from .kernels import kernels_cached, load_window, mark_cached
+from .compiling import Compiling
+from .kernels import load_window
 from .team import Team
-
-log = logging.getLogger(__name__)
 
 FEWEST_COLUMNS = 1024  # below it torch is quick enough, and nothing need be compiled
 KIND = "window"
@@ -31,8 +27,7 @@ class WindowWorker:
         self._threads = threads if threads > 2 else 1
         self._team = Team(self._threads)
         self._module: ModuleType | None = None  # loaded for the first layer that is long enough
-        self._compiled = False
-        self._compiling: Background | None = None
+        self._compiling = Compiling()
 
     def fits(self, view: LayerView) -> bool:
         """Whether the layer is on a CPU and long enough."""
@@ -68,32 +63,13 @@ class WindowWorker:
                 scores[head],
                 shifts[head],
             )
-            if not self._compiled:
-                self._compile(module, arguments)
+            what = "the pass over the window's attention"
+            self._compiling.ensure(KIND, module.window_pass, arguments, what=what, seconds=3)
             self._team.run(module.window_pass, *arguments)
         total, mass, dot = (moments[:, :, place].astype(np.float64) for place in (1, 2, 3))
         # lse * sum a - sum a z, with z relative to the row's largest logit: both terms have one sign, nothing cancels
         dispersion = float((np.log(total) * mass / total - dot / total).sum())
         return torch.from_numpy(scores[:, :n]), dispersion, float(shifts.sum(dtype=np.float64))
-
-    def _compile(self, module: ModuleType, arguments: tuple[object, ...]) -> None:
-        """Compile the pass, or load it from the cache, before threads enter it; see `CompiledStep`."""
-        import numba
-
-        started = time.perf_counter()
-        if self._compiling is None:
-            if not kernels_cached(KIND):
-                log.info("compiling the pass over the window's attention (about 3 s)")
-            signature = tuple(numba.typeof(argument) for argument in (0, np.zeros(2, dtype=np.int64), *arguments))
-            self._compiling = Background(lambda: module.window_pass.compile(signature), name="cake-infer-compiler")
-        try:
-            self._compiling.wait()
-        finally:
-            if self._compiling.done:
-                self._compiling = None
-        mark_cached(KIND)
-        self._compiled = True
-        log.debug("%s ready in %.2f s", KIND, time.perf_counter() - started)
 
 
 def make_window_pass(threads: int) -> WindowWorker | None:

@@ -1,0 +1,60 @@
+"""Compiling a kernel behind whoever waits for it, or loading it from the cache, once per form of its arguments."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import numpy as np
+
+from .background import Background
+from .kernels import kernels_cached, kernels_kept, mark_cached
+from .stepper import OnWait
+
+log = logging.getLogger(__name__)
+
+
+class Compiling:
+    """What has been compiled, and what is being compiled, for a team (see team.py) of one owner."""
+
+    def __init__(self) -> None:
+        self._ready: set[str] = set()
+        self._running: dict[str, Background] = {}
+
+    def ensure(
+        self,
+        kind: str,
+        function: Any,
+        arguments: tuple[object, ...],
+        *,
+        what: str,
+        seconds: int,
+        on_wait: OnWait | None = None,
+    ) -> None:
+        """Return when `function(number, counter, *arguments)` can be called without compiling.
+
+        kind: the form of the arguments, the name in the cache. what, seconds: for the notice, given where nothing is
+        cached. An interrupt (or an `on_wait` that raises) ends the wait at once; the compilation goes on behind, and
+        whoever asks next waits for the same one.
+        """
+        if kind in self._ready:
+            return
+        import numba
+
+        started = time.perf_counter()
+        if kind not in self._running:
+            if not kernels_cached(kind):
+                once = ", once for this machine" if kernels_kept() else ""
+                log.info("compiling %s%s (about %d s)", what, once, seconds)
+            counter = np.zeros(2, dtype=np.int64)
+            signature = tuple(numba.typeof(argument) for argument in (0, counter, *arguments))
+            self._running[kind] = Background(lambda: function.compile(signature), name="cake-infer-compiler")
+        try:
+            self._running[kind].wait(on_wait)
+        finally:
+            if self._running[kind].done:  # also after a failure: who asks next tries again
+                del self._running[kind]
+        mark_cached(kind)
+        self._ready.add(kind)
+        log.debug("%s ready in %.2f s", kind, time.perf_counter() - started)
