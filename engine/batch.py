@@ -15,12 +15,14 @@ from ..cache.layout import ArenaSize
 from ..cache.shared import SharedArena
 from ..errors import ArenaFull, CakeError
 from .generation import GenerationConfig
-from .graph import Ahead, Seat
+from .graph import Ahead
 from .picker import Picker, Token
 from .prefill import OnChunk, Reading
-from .runner import Runner, Timing
+from .runner import Runner
+from .seat import Seat
 from .sequence import Sequence
 from .stepper import OnWait
+from .timing import Timing
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         runner = self.runner
-        with runner.alone():
+        with runner.access.alone():
             runner.tenancy.vacate()
             limits = [limit for limit in (self.limit, runner.tenancy.allowed) if limit is not None]
             self.limit = min(limits, default=None)
@@ -90,10 +92,10 @@ class Batch:
 
     def close(self) -> None:
         """Let everybody leave, and free the arena. Safe to call twice."""
-        with self.runner.alone(self):
+        with self.runner.access.alone(self):
             for member in list(self._members):
                 self._drop(member)
-            self.runner.land()
+            self.runner.access.land()
             self.arena.clear()
             self.runner.tenancy.batches.discard(self.arena)
 
@@ -128,7 +130,7 @@ class Batch:
         others have left; each states both figures.
         """
         runner = self.runner
-        with runner.alone(self):
+        with runner.access.alone(self):
             if any(member.sequence is sequence for member in self._members):
                 raise CakeError("this sequence is in the batch already")
             if sequence.total and runner.tenancy.lengths(sequence) is None:
@@ -159,7 +161,7 @@ class Batch:
 
         One that is still being read cannot be kept. A sequence that is not in the batch (any more) is left alone.
         """
-        with self.runner.alone(self):
+        with self.runner.access.alone(self):
             for member in self._members:
                 if member.sequence is sequence:
                     self._drop(member, keep=keep and member.picker is not None)
@@ -189,13 +191,13 @@ class Batch:
         with its error in the list, and the others go on. If the step itself fails, all that were in it are spoilt and
         leave, and the error is raised.
         """
-        with self.runner.alone(self):
+        with self.runner.access.alone(self):
             return self._decode() + self._read(self.runner.decoder.config.num_layers)
 
     def read(self) -> list[Outcome]:
         """Read all newcomers to their ends, while nobody is decoded; brings their first tokens."""
         outcomes: list[Outcome] = []
-        with self.runner.alone(self):
+        with self.runner.access.alone(self):
             while any(member.picker is None for member in self._members):
                 outcomes += self._read(None)
         return outcomes
@@ -210,7 +212,7 @@ class Batch:
             member.sequence.spoilt = True
         ahead = self.runner.fly(self) if self.runner.ahead is not None else None
         try:
-            with self.runner.busy(), torch.inference_mode():
+            with self.runner.access.busy(), torch.inference_mode():
                 chosen = self._step(members) if ahead is None else self._advance(members, ahead)
         except BaseException:
             if ahead is not None:
@@ -280,7 +282,7 @@ class Batch:
         started, done = time.perf_counter(), 0
         self.runner.all_threads()
         try:
-            with self.runner.busy(), torch.inference_mode():
+            with self.runner.access.busy(), torch.inference_mode():
                 if member.reading is None:
                     member.reading = self._begin(member)
                 last = False  # what is left then is to keep the last layer's rows, and the logits
@@ -306,7 +308,7 @@ class Batch:
         """Give a newcomer its part of the arena, with what it holds from before."""
         sequence = member.sequence
         assert not sequence.spoilt, "a spoilt sequence was continued"
-        self.runner.land()  # rows of the others may move
+        self.runner.access.land()  # rows of the others may move
         member.arena = self.arena.admit(member.size)
         if sequence.parked is not None:
             # without the last reply's headroom, for which there may be no room beside what is read

@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..cache.budget import Budget
-from ..cache.snapshot import Snapshot, read_snapshot, write_snapshot
-from ..errors import OptionError, PromptError, SnapshotError
+from ..errors import OptionError, PromptError
+from .chat_file import SavedChat, read_chat, write_chat
 from .encoding import check_length
 from .generation import GenerationConfig
 from .reply import OnProgress, reply, tell_if_raised
 from .results import Piece
-from .runner import Timing
-from .saving import are_messages, pack, unpack
 from .sequence import Sequence
 from .statistics import Statistics
 from .text import check_text
+from .timing import Timing
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -298,18 +297,8 @@ class Chat:
         self._check_idle()
         if not self._sequence.total:
             raise PromptError("there is nothing to save: the conversation is empty")
-        write_snapshot(path, self._packed())
-
-    def _packed(self) -> Snapshot:
-        return pack(
-            self.engine,
-            self.engine.runner.copy(self._sequence),
-            "chat",
-            system=self._system,
-            messages=self.messages,
-            pending=self._pending,
-            finished_by=self._finished_by,
-        )
+        copy = self.engine.runner.copy(self._sequence)
+        write_chat(self.engine, path, SavedChat(copy, self._system, self.messages, self._pending, self._finished_by))
 
     def load(self, path: str | Path) -> None:
         """Go on with a conversation that `save` has written; the present one is dropped.
@@ -317,32 +306,13 @@ class Chat:
         Raises SnapshotError, before anything is changed, for a file that cannot be gone on from.
         """
         self._check_idle()
-        snapshot = read_snapshot(path)
-        sequence = unpack(self.engine, snapshot, path, "chat")
-        about, size = snapshot.about, self.engine.config.vocab_size
-        system: Any = about.get("system")
-        messages: Any = about.get("messages")
-        pending: Any = about.get("pending")
-        end: Any = about.get("finished_by")
-        sound = (
-            (system is None or isinstance(system, str))
-            and are_messages(messages)
-            and isinstance(pending, list)
-            and all(isinstance(token, int) and 0 <= token < size for token in pending)
-            and (end is None or (isinstance(end, int) and 0 <= end < size))
-        )
-        if not sound:
-            raise SnapshotError(f"{path} is inconsistent: it does not say what was spoken")
-        if len(snapshot.ids) + len(pending) > self.context:
-            raise SnapshotError(
-                f"{path} has {len(snapshot.ids) + len(pending):,} tokens, and this engine's context is {self.context:,}"
-            )
+        saved = read_chat(self.engine, path)
         self.clear()
-        self._sequence, self._system, self.messages = sequence, system, messages
-        self._pending, self._finished_by = pending, end
+        self._sequence, self._system, self.messages = saved.sequence, saved.system, saved.messages
+        self._pending, self._finished_by = saved.pending, saved.finished_by
         self._budget, self._budget_source = None, ""
-        if sequence.budget is not None:
-            self._budget = Budget(count=sequence.budget)
+        if saved.sequence.budget is not None:
+            self._budget = Budget(count=saved.sequence.budget)
 
     def _transcript(self) -> list[dict[str, str]]:
         system = [{"role": "system", "content": self._system}] if self._system else []

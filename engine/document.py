@@ -90,11 +90,11 @@ def compress(
     if not fed or source == "" or (isinstance(source, list) and not source[-1]["content"]):
         raise PromptError("the document is empty: there is nothing to keep of it")
     runner, sequence = engine.runner, TextSequence()
-    with runner.alone():
+    with runner.access.alone():
         runner.prepare(sequence, len(fed), ROOM)
         if sequence.budget is not None and engine.cache.kv_memory is None:
             tell_if_raised(Budget.parse(engine.cache.budget), len(fed), engine.cache.window)
-        with runner._whole(sequence):
+        with runner.access.whole(sequence):
             runner.feed(sequence, fed, 0, on_chunk=chunk_reporter(engine.config.num_layers, on_progress))
         kept = runner.tenancy.copy(sequence)
     kind = "ids" if source is None else "text" if isinstance(source, str) else "messages"

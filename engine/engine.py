@@ -3,52 +3,37 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import Any, cast, overload
+from typing import Any, overload
 
 import torch
 
 from ..cache.config import CacheConfig
 from ..errors import CakeError, OptionError, PromptError, TokenizerError
 from ..models.chat_template import ChatTemplate
-from ..models.config import ModelConfig, read_config, with_rope_scaling
-from ..models.decoder import Decoder
-from ..models.hub import resolve_model
-from ..models.packed import as_quantised, load_quantised
-from ..models.separators import separator_ids
+from ..models.config import ModelConfig
 from ..models.tokenizer import Tokenizer
-from ..models.weights import load_decoder, random_decoder
-from .attention import choose_attention
-from .attention.choose import Setting
 from .available import available_memory
 from .chat import Chat
 from .document import Document, compress, load_document, open_document, question_ids
-from .encoding import listed_ids, prompt_ids
+from .encoding import prompt_ids
+from .fitting import room_for_reply
 from .generation import GenerationConfig, resolve_generation
 from .loading import (
     cache_config,
-    check_quant,
-    choose_device,
-    context_limit,
-    dtype_name,
-    generation_defaults,
-    load_tokenizer,
-    stage_reporter,
+    load_engine,
 )
-from .memory import check_download, check_memory, plan_run, weights_of
+from .memory import check_memory, plan_run, weights_of
 from .options import EngineOptions
 from .reply import OnProgress, reply
 from .results import Piece, Result, collect
-from .runner import Runner, room_for_reply
+from .runner import Runner
 from .saving import model_fingerprint
 from .sequence import Sequence as TextSequence
-from .stepper import check_step
-from .together import MOST_TOGETHER, generate_together
-from .tuning import read_tuning
+from .together import answer, generate_list
 
 log = logging.getLogger(__name__)
 
@@ -124,82 +109,17 @@ class Engine:
         before_weights: called once config and tokenizer are there and before a weight is read; may raise.
         Raises CakeError's family, each with what to do.
         """
-        started = time.perf_counter()
-        cache = cache_config(cache, cache_options)
-        EngineOptions(
-            dtype, device, threads, context, rope_scaling, chunk, attention, step, quant, tuning
-        )  # checks them
-        target = choose_device(device)
-        check_quant(quant, target)
-        check_step(step, target)
-        if threads is not None:
-            torch.set_num_threads(threads)
-        report = stage_reporter(on_progress)
-        path = (
-            Path(model)
-            if random_weights
-            else resolve_model(
-                str(model),
-                revision=revision,
-                on_progress=report,
-                before_download=partial(check_download, cache=cache, dtype=dtype, chunk=chunk, device=target),
-            )
-        )
-        config = read_config(path)
-        if rope_scaling is not None:
-            config = with_rope_scaling(config, rope_scaling)
-        choose_attention(attention, Setting.of(config, cache, target))  # refused before a weight is read
-        if path.is_file():  # another name than config.json says nothing of the files beside it
-            path = path.parent if path.name == "config.json" else Path()
-        engine = cls(
-            path,
-            config,
-            tokenizer := load_tokenizer(path, config, optional=random_weights),
-            ChatTemplate.load(path, tokenizer) if tokenizer is not None else None,
-            cache=cache,
-            context=context_limit(context, config),
-            chunk=chunk,
-            device=target,
-            dtype=dtype,
-            quant=quant,
-            defaults=generation_defaults(path),
+        return load_engine(
+            cls,
+            model,
+            revision=revision,
+            cache=cache_config(cache, cache_options),
+            options=EngineOptions(dtype, device, threads, context, rope_scaling, chunk, attention, step, quant, tuning),
             random_weights=random_weights,
             weights_seed=weights_seed,
+            on_progress=on_progress,
+            before_weights=before_weights,
         )
-        if before_weights is not None:
-            before_weights(engine)
-        decoder = engine._weights(None if report is None else partial(report, "load"), weights_seed)
-        engine._runner = Runner(
-            decoder,
-            cache,
-            context=engine.context,
-            chunk=chunk,
-            valid_ids=None if tokenizer is None else min(tokenizer.vocab_size, config.vocab_size),
-            unused_ids=() if tokenizer is None else tokenizer.unused_ids,
-            step=step,
-            threads=threads or torch.get_num_threads(),
-            attention=attention,
-            tuned=read_tuning(path) if tuning == "auto" and not random_weights else (),
-            separators=None if tokenizer is None else partial(separator_ids, tokenizer),
-        )
-        if step == "compiled":
-            _ = engine._runner.step  # what it cannot run is refused now, not after a long prompt has been read
-        name = path.name or Path(model).stem  # random weights may have a file of a name of its own
-        names = [quant or dtype_name(decoder.dtype)]
-        names += [dtype_name(dtype) for dtype in (engine._runner.layout.kv_dtype, decoder.compute_dtype)]
-        names += [str(target), engine._runner.attention.name]
-        log.info("%s: %s weights, %s keys and values, computed in %s on %s, attention %s", name, *names)
-        engine.load_s = time.perf_counter() - started
-        return engine
-
-    def _weights(self, on_progress: Callable[[int, int], None] | None, seed: int) -> Decoder:
-        path, config = self.model_path, self.config
-        if self.random_weights:
-            decoder = random_decoder(config, device=self.device, dtype=self.dtype, seed=seed)
-            return as_quantised(decoder, self.quant) if self.quant else decoder
-        if self.quant:
-            return load_quantised(path, config, self.quant, device=self.device, on_progress=on_progress)
-        return load_decoder(path, config, device=self.device, dtype=self.dtype, on_progress=on_progress)
 
     def check_room(self, prompt_tokens: int, config: GenerationConfig | None = None) -> None:
         """Compare what a one-shot run needs with what there is. Needs no weights, only their headers.
@@ -284,48 +204,16 @@ class Engine:
         document: Document | None = options.get("cache")
         if document is not None:
             questions = prompt if isinstance(prompt, list) else [prompt]
-            results = [self._answer(document, question, **options) for question in questions]
+            results = [answer(self, document, question, **options) for question in questions]
             return results if isinstance(prompt, list) else results[0]
         if isinstance(prompt, list):
             if options.get("messages") is not None or options.get("ids") is not None:
                 raise OptionError("give exactly one of a prompt text, messages and ids")
-            return self._generate_list(prompt, **options)
+            return generate_list(self, prompt, **options)
         if "batch" in options:
             raise OptionError("batch says how many of a list of prompts are decoded together: there is one prompt")
         ids = self.encode(prompt, messages=options.pop("messages", None), ids=options.pop("ids", None))
         return collect(self.stream(ids=ids, **options), ids)
-
-    def _answer(
-        self,
-        document: Document,
-        question: Prompt | None,
-        *,
-        messages: list[Message] | None = None,
-        ids: Sequence[int] | None = None,
-        **options: Any,
-    ) -> Result:
-        if isinstance(question, list) and ids is None:  # one of several questions
-            question, ids = None, cast(list[int], question)
-        fed = self.encode(cast(str | None, question), messages=messages, ids=ids, cache=document)
-        return collect(self.stream(ids=fed, **options), fed)
-
-    def _generate_list(
-        self,
-        prompts: list[Prompt],
-        *,
-        batch: int = MOST_TOGETHER,
-        config: GenerationConfig | list[GenerationConfig] | None = None,
-        on_progress: OnProgress | None = None,
-        **options: Any,
-    ) -> list[Result]:
-        if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-            raise OptionError(f"batch is a whole number of prompts, at least 1, not {batch!r}")
-        configs = config if isinstance(config, list) else [config] * len(prompts)
-        if len(configs) != len(prompts):
-            raise OptionError(f"there are {len(prompts)} prompts and {len(configs)} configs: give one, or one for each")
-        generations = [self._generation(one, dict(options)) for one in configs]
-        ids = [listed_ids(self, prompt, number + 1, len(prompts)) for number, prompt in enumerate(prompts)]
-        return generate_together(self, ids, generations, most=batch, on_progress=on_progress) if prompts else []
 
     def chat(self, system: str | None = None) -> Chat:
         """A conversation over the budget: each turn reads only what is new. See `engine/chat.py`."""

@@ -14,9 +14,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,90 +24,14 @@ from ..cache.arena import Arena
 from ..cache.store import Store
 from ..models.decoder import Decoder
 from .attention import Attention
+from .capture import Body, Capture, CudaGraphs, Uncaptured
 from .device_sampling import DeviceSampler, Kind
 from .device_step import DeviceState, DeviceStep, host_tables, undo
-from .picker import Picker
-from .sequence import Sequence
+from .seat import Chosen, Seat
 
 log = logging.getLogger(__name__)
 
-Body = Callable[[], None]
 _ROOM = 4  # with hold, work space is made for rows of so many times the mean length: layers differ
-
-
-class Capture(Protocol):
-    """Makes a replay of a function over fixed tensors. Calling the function itself is one."""
-
-    def __call__(self, body: Body) -> Body: ...
-
-    def forget(self) -> None:
-        """All replays made so far are gone, and what they took is free."""
-
-
-class Uncaptured:
-    """A replay that is the function itself."""
-
-    def __call__(self, body: Body) -> Body:
-        return body
-
-    def forget(self) -> None:
-        pass
-
-
-class CudaGraphs:
-    """Captures CUDA graphs that share a memory pool: only one of them runs at a time."""
-
-    def __init__(self) -> None:
-        self._pool: Any = None
-
-    def __call__(self, body: Body) -> Body:
-        """Run the body twice on a side stream, where kernels are compiled and libraries make their work space, and
-        capture it then. It is called where every seat is empty, so that these runs change nothing."""
-        current, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                body()
-        current.wait_stream(side)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        # "thread_local": what other threads do on the GPU meanwhile is no error of this one
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            body()
-        replay: Body = graph.replay
-        return replay
-
-    def forget(self) -> None:
-        self._pool = None
-
-
-@dataclass(eq=False)
-class Seat:
-    """A reply that decodes ahead. arena: where its rows are, set before every `advance`. token: chosen, not fed."""
-
-    sequence: Sequence
-    picker: Picker
-    token: int
-    arena: Arena | None = None
-    row: int | None = None  # in the device's tables
-    ahead: bool = False  # whether the device has fed `token` already
-
-    @property
-    def kind(self) -> Kind:
-        return Kind.of(self.picker.generation)
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """A seat's next token (NOT_FINITE: its logits are no numbers), and its logits where log-probabilities need them.
-
-    The logits are good until the next step.
-    """
-
-    seat: Seat
-    token: int
-    logits: Tensor | None
 
 
 @dataclass(frozen=True)

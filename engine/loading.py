@@ -1,21 +1,42 @@
-"""What an engine needs to know before a weight is read: device, context, tokenizer, the model's own defaults."""
+"""Loading an engine: device, context, tokenizer, the model's own defaults, then the weights."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..cache.config import CacheConfig
 from ..errors import BackendError, OptionError
-from ..models.config import ModelConfig
+from ..models.chat_template import ChatTemplate
+from ..models.config import ModelConfig, read_config, with_rope_scaling
+from ..models.decoder import Decoder
+from ..models.hub import resolve_model
+from ..models.packed import as_quantised, load_quantised
+from ..models.separators import separator_ids
 from ..models.tokenizer import Tokenizer
+from ..models.weights import load_decoder, random_decoder
+from .attention import choose_attention
+from .attention.choose import Setting
+from .memory import check_download
+from .options import EngineOptions
 from .results import Progress
+from .runner import Runner
+from .stepper import check_step
+from .tuning import read_tuning
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+log = logging.getLogger(__name__)
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -100,3 +121,93 @@ def stage_reporter(on_progress: Callable[[Progress], None] | None) -> Callable[[
             callback(Progress("load" if stage == "load" else "download", done, total))
 
     return report
+
+
+def load_engine(
+    kind: type[Engine],
+    model: str | Path,
+    *,
+    revision: str | None,
+    cache: CacheConfig,
+    options: EngineOptions,
+    random_weights: bool,
+    weights_seed: int,
+    on_progress: Callable[[Progress], None] | None,
+    before_weights: Callable[[Engine], None] | None,
+) -> Engine:
+    """What `Engine.load` says."""
+    started = time.perf_counter()
+    target = choose_device(options.device)
+    check_quant(options.quant, target)
+    check_step(options.step, target)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    report = stage_reporter(on_progress)
+    path = (
+        Path(model)
+        if random_weights
+        else resolve_model(
+            str(model),
+            revision=revision,
+            on_progress=report,
+            before_download=partial(
+                check_download, cache=cache, dtype=options.dtype, chunk=options.chunk, device=target
+            ),
+        )
+    )
+    config = read_config(path)
+    if options.rope_scaling is not None:
+        config = with_rope_scaling(config, options.rope_scaling)
+    choose_attention(options.attention, Setting.of(config, cache, target))  # refused before a weight is read
+    if path.is_file():  # another name than config.json says nothing of the files beside it
+        path = path.parent if path.name == "config.json" else Path()
+    engine = kind(
+        path,
+        config,
+        tokenizer := load_tokenizer(path, config, optional=random_weights),
+        ChatTemplate.load(path, tokenizer) if tokenizer is not None else None,
+        cache=cache,
+        context=context_limit(options.context, config),
+        chunk=options.chunk,
+        device=target,
+        dtype=options.dtype,
+        quant=options.quant,
+        defaults=generation_defaults(path),
+        random_weights=random_weights,
+        weights_seed=weights_seed,
+    )
+    if before_weights is not None:
+        before_weights(engine)
+    decoder = _weights(engine, None if report is None else partial(report, "load"))
+    engine._runner = Runner(
+        decoder,
+        cache,
+        context=engine.context,
+        chunk=options.chunk,
+        valid_ids=None if tokenizer is None else min(tokenizer.vocab_size, config.vocab_size),
+        unused_ids=() if tokenizer is None else tokenizer.unused_ids,
+        step=options.step,
+        threads=options.threads or torch.get_num_threads(),
+        attention=options.attention,
+        tuned=read_tuning(path) if options.tuning == "auto" and not random_weights else (),
+        separators=None if tokenizer is None else partial(separator_ids, tokenizer),
+    )
+    if options.step == "compiled":
+        _ = engine._runner.step  # what it cannot run is refused now, not after a long prompt has been read
+    name = path.name or Path(model).stem  # random weights may have a file of a name of its own
+    names = [options.quant or dtype_name(decoder.dtype)]
+    names += [dtype_name(dtype) for dtype in (engine._runner.layout.kv_dtype, decoder.compute_dtype)]
+    names += [str(target), engine._runner.attention.name]
+    log.info("%s: %s weights, %s keys and values, computed in %s on %s, attention %s", name, *names)
+    engine.load_s = time.perf_counter() - started
+    return engine
+
+
+def _weights(engine: Engine, on_progress: Callable[[int, int], None] | None) -> Decoder:
+    path, config = engine.model_path, engine.config
+    if engine.random_weights:
+        decoder = random_decoder(config, device=engine.device, dtype=engine.dtype, seed=engine.weights_seed)
+        return as_quantised(decoder, engine.quant) if engine.quant else decoder
+    if engine.quant:
+        return load_quantised(path, config, engine.quant, device=engine.device, on_progress=on_progress)
+    return load_decoder(path, config, device=engine.device, dtype=engine.dtype, on_progress=on_progress)

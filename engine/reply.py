@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 from ..cache.budget import Budget
 from .generation import GenerationConfig
+from .picker import Token
 from .results import FinishReason, Piece, Progress
-from .runner import Timing, Token
 from .sequence import Sequence
 from .statistics import Statistics, mean_length, peak_memory_bytes
 from .text import TextStream
+from .timing import Timing
 
 if TYPE_CHECKING:
     from .engine import Engine

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -15,57 +12,34 @@ import torch
 from torch import Tensor
 
 from ..cache.arena import Arena
-from ..cache.budget import check_budget
 from ..cache.config import CacheConfig
-from ..cache.layout import ArenaLayout, ArenaSize
+from ..cache.layout import ArenaLayout
 from ..cache.policies import make_hold, make_policy
 from ..cache.policies.base import Policy, PolicyModel
 from ..cache.tuned import Tuned
 from ..cache.view import WindowPass
-from ..errors import BackendError, CakeError, OptionError, PromptError
+from ..errors import BackendError, OptionError
 from ..models.decoder import Decoder
 from ..models.rope import Rotary
 from . import precision, prefill
+from .access import Access
 from .attention import choose_attention
 from .attention.choose import Setting
+from .fitting import Fit, fit_piece
 from .generation import GenerationConfig
-from .graph import Ahead, Seat
+from .graph import Ahead
 from .holding import start_rule
-from .memory import first_budget
 from .picker import Picker, Token
+from .scoring import score_tokens
+from .seat import Seat
 from .sequence import Checkpoint, QueryRing, Sequence
 from .stepper import BatchStep, GraphStep, OnWait, Step, make_batch_step, make_graph_step, make_step
 from .tenancy import Tenancy
+from .timing import Timing
+from .token_stream import OnChunk, stream_tokens
 from .window import make_window_pass
 
 log = logging.getLogger(__name__)
-
-__all__ = ["Fit", "OnChunk", "Runner", "Timing", "Token", "room_for_reply"]
-
-OnChunk = Callable[[int, int, int], None]
-
-
-@dataclass
-class Timing:
-    """What one reply took, filled in while it runs."""
-
-    prompt_tokens: int = 0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    decode_steps: int = 0
-    lengths: tuple[tuple[int, ...], ...] = ()  # kept tokens per layer and KV head after the prefill
-    total: int = 0  # true tokens after the prefill
-    finished_by: int | None = None  # the end token that the reply ended with, if it did
-
-
-@dataclass(frozen=True)
-class Fit:
-    """What a piece and its reply will have: new tokens at most, budget, frequencies, and the arena they need."""
-
-    new_tokens: int
-    budget: int | None
-    rotary: Rotary
-    size: ArenaSize
 
 
 class Runner:
@@ -110,9 +84,7 @@ class Runner:
         self.rule = make_hold(cache)
         dtypes = {decoder.compute_dtype, self.layout.kv_dtype, self.layout.staging_dtype}
         self.attention = choose_attention(attention, Setting.of(config, cache, decoder.device, dtypes))
-        self._lock = threading.RLock()  # steps of concurrent callers queue, each on its own sequence
-        self._busy = False
-        self._flyer: object = None  # who decodes ahead at the moment, if anybody does
+        self.access = Access(self._end_flight)  # steps of concurrent callers queue, each on its own sequence
 
     # -- sequences ----------------------------------------------------------------------------------------------------
 
@@ -160,30 +132,8 @@ class Runner:
         conversation: bool = False,
         limit: int | None = None,
     ) -> Fit:
-        """What feeding a piece and writing its reply would settle; changes nothing.
-
-        limit: bytes of KV memory that it may take, None for any. Raises PromptError with both numbers if the text is
-        empty, too long or would need other frequencies than those it was begun with.
-        """
-        if sequence.spoilt:
-            raise CakeError("this sequence is being read, or was broken off: its rows mean nothing")
-        first, total = sequence.total, sequence.total + tokens
-        new_tokens = room_for_reply(total if tokens else 0, new_tokens, self.context)
-        budget = sequence.budget
-        if first == 0 and budget is None:
-            context = self.context if conversation else None
-            budget = first_budget(self.decoder.config, self.cache, self.layout, total, new_tokens, context=context)
-        rotary = self.rotary(total + new_tokens)
-        if sequence.rotary is not None and rotary.key != sequence.rotary.key:
-            raise PromptError(
-                f"with {total + new_tokens:,} tokens this model turns its keys by other frequencies than those in the "
-                "cache: read the whole text anew"
-            )
-        if budget is not None:
-            window = self.cache.window
-            check_budget(budget, window)
-            budget = self.tenancy.affordable(sequence, budget, tokens, new_tokens, window=window, limit=limit)
-        return Fit(new_tokens, budget, rotary, self.tenancy.size_for(sequence, budget, tokens, new_tokens))
+        """What feeding a piece and writing its reply would settle, see `fit_piece`."""
+        return fit_piece(self, sequence, tokens, new_tokens, conversation=conversation, limit=limit)
 
     def accept(self, sequence: Sequence, fit: Fit) -> None:
         """Give a sequence what was found to fit it."""
@@ -241,7 +191,7 @@ class Runner:
         """What makes the decode steps of several sequences together."""
         return make_batch_step(self.decoder, self.step)
 
-    def _without_unused(self, logits: Tensor) -> Tensor:
+    def without_unused(self, logits: Tensor) -> Tensor:
         return logits if self.unused is None else logits.index_fill(-1, self.unused, float("-inf"))
 
     @contextmanager
@@ -257,48 +207,19 @@ class Runner:
         finally:
             torch.set_num_threads(self._cpu_threads)
 
-    @contextmanager
-    def _whole(self, sequence: Sequence) -> Iterator[None]:
-        """Mark the sequence as spoilt if what runs inside does not come to its end."""
-        assert not sequence.spoilt, "a spoilt sequence was continued"
-        sequence.spoilt = True
-        with self.busy():
-            yield
-        sequence.spoilt = False
-
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        """What runs inside may call back to a caller, who cannot have the engine meanwhile."""
-        self._busy = True
-        try:
-            yield
-        finally:
-            self._busy = False
-
-    @contextmanager
-    def alone(self, flyer: object = None) -> Iterator[None]:
-        """Wait until no other thread has the arena. A callback of a piece that is being read cannot have it either.
-
-        What decodes ahead is landed first, so that rows and tables agree, unless it is the `flyer` itself who asks.
-        """
-        with self._lock:
-            if self._busy:
-                raise CakeError("the engine is reading a text: call it again when on_progress has returned")
-            if self._flyer is not None and self._flyer is not flyer:
-                self.land()
-            yield
-
     def fly(self, flyer: object) -> Ahead:
         """What decodes ahead, for a flyer that is `alone`: until somebody else is, it need not be landed."""
         assert self.ahead is not None
-        self._flyer = flyer
+        self.access.flyer = flyer
         return self.ahead
 
-    def land(self) -> None:
-        """Undo what has been decoded ahead, if anything was."""
-        if self._flyer is not None and self.ahead is not None:
+    def _end_flight(self, flyer: object) -> None:
+        if self.ahead is None:
+            return
+        if isinstance(flyer, Seat) and flyer.sequence.spoilt:
+            self.ahead.abandon()
+        else:
             self.ahead.land()
-        self._flyer = None
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -314,84 +235,18 @@ class Runner:
         timing: Timing | None = None,
         conversation: bool = False,
     ) -> Generator[Token, None, None]:
-        """Feed `ids` to a sequence and yield the reply's tokens one by one; `generation` is resolved.
-
-        The last token that is yielded has not been fed. The reply ends with a stop token ("stop"), with max_new_tokens,
-        or where the model's context ends ("length"). The repetition penalty counts all of the sequence's ids as prompt.
-        """
-        timing = timing or Timing()
-        with self.alone():
-            limit = self.prepare(sequence, len(ids), generation.max_new_tokens or 0, conversation=conversation)
-            started = time.perf_counter()
-            with self._whole(sequence):
-                logits = self.feed(sequence, ids, limit, on_chunk=on_chunk)
-            timing.prompt_tokens, timing.prefill_s = len(ids), time.perf_counter() - started
-            timing.total = sequence.total
-            timing.lengths = tuple(tuple(int(n) for n in row) for row in self.tenancy.arena.length)
-            picker = self.picker(sequence, generation, limit, stop_ids)
-            if limit > 1:
-                self.step.prepare(self.tenancy.arena, sequence, window=self.cache.window, on_wait=on_wait)
-                if self.ahead is not None:
-                    self._prepare_ahead(sequence, picker)
-        for _ in range(limit):
-            started = time.perf_counter()
-            with self.one_thread():
-                token = picker.pick(logits)
-            timing.decode_s += time.perf_counter() - started
-            if token.finish_reason == "stop":
-                timing.finished_by = token.id
-            yield token
-            if token.finish_reason:
-                return
-            if self.ahead is not None:
-                yield from self._ahead_of(Seat(sequence, picker, token.id), timing)
-                return
-            started = time.perf_counter()
-            with self.alone():
-                self.tenancy.activate(sequence)
-                with self._whole(sequence), torch.inference_mode():
-                    logits = self.step(self.tenancy.arena, sequence, token.id, window=self.cache.window)
-            timing.decode_s += time.perf_counter() - started
-            timing.decode_steps += 1
-
-    def _prepare_ahead(self, sequence: Sequence, picker: Picker) -> None:
-        """Capture the step before the reply begins; the token is not fed."""
-        assert self.ahead is not None
-        seat = Seat(sequence, picker, 0, self.tenancy.arena)
-        self.ahead.prepare(seat)
-        self.ahead.leave(seat)
-
-    def _ahead_of(self, seat: Seat, timing: Timing) -> Generator[Token, None, None]:
-        """The reply's further tokens, each while the device is at work on the next one. See `Ahead`."""
-        sequence, picker = seat.sequence, seat.picker
-        try:
-            while True:
-                started = time.perf_counter()
-                with self.alone(seat):
-                    self.tenancy.activate(sequence)
-                    seat.arena = self.tenancy.arena
-                    with self._whole(sequence):
-                        (chosen,) = self.fly(seat).advance([seat])
-                    token = picker.accept(chosen.token, chosen.logits)
-                timing.decode_s += time.perf_counter() - started
-                timing.decode_steps += 1
-                if token.finish_reason == "stop":
-                    timing.finished_by = token.id
-                yield token
-                if token.finish_reason:
-                    return
-        finally:
-            with self._lock:
-                if self._flyer is seat:
-                    self._flyer = None
-                    self._end_flight(sequence)
-
-    def _end_flight(self, sequence: Sequence) -> None:
-        assert self.ahead is not None
-        if sequence.spoilt:
-            self.ahead.abandon()
-        else:
-            self.ahead.land()
+        """Feed `ids` to a sequence and yield the reply's tokens one by one, see `stream_tokens`."""
+        return stream_tokens(
+            self,
+            sequence,
+            ids,
+            generation,
+            stop_ids=stop_ids,
+            on_chunk=on_chunk,
+            on_wait=on_wait,
+            timing=timing or Timing(),
+            conversation=conversation,
+        )
 
     def picker(self, sequence: Sequence, generation: GenerationConfig, limit: int, stop_ids: frozenset[int]) -> Picker:
         """What chooses a reply's tokens; all of the sequence's ids so far count as its prompt."""
@@ -459,56 +314,19 @@ class Runner:
 
     def checkpoint(self, sequence: Sequence) -> Checkpoint:
         """A copy of everything that feeding the sequence may change."""
-        with self.alone():
+        with self.access.alone():
             return self.tenancy.checkpoint(sequence)
 
     def copy(self, sequence: Sequence) -> Sequence:
         """Another sequence of the same text, with rows of its own; the two can be continued in different ways."""
-        with self.alone():
+        with self.access.alone():
             return self.tenancy.copy(sequence)
 
     def restore(self, sequence: Sequence, saved: Checkpoint) -> None:
         """Bring a sequence back to a checkpoint of it, also one that is spoilt."""
-        with self.alone():
+        with self.access.alone():
             self.tenancy.restore(sequence, saved)
 
     def score(self, ids: list[int]) -> list[float]:
-        """Log-likelihood of every token after the first, given those before; logits exist for one chunk at a time."""
-        if len(ids) > self.context:
-            raise PromptError(f"the text has {len(ids):,} tokens, but the model's context is {self.context:,}")
-        never = set(range(self.valid_ids or self.decoder.config.vocab_size, self.decoder.config.vocab_size))
-        never.update(self.unused.tolist() if self.unused is not None else ())
-        if not never.isdisjoint(ids):
-            raise PromptError(f"token id {min(never & {*ids})} is padding of the model's vocabulary: no text has it")
-        with self.alone(), torch.inference_mode():
-            return self._score(ids)
-
-    def _score(self, ids: list[int]) -> list[float]:
-        sequence = Sequence(rotary=self.rotary(len(ids)))
-        self.tenancy.activate(sequence)
-        self.tenancy.make(ArenaSize(0, len(ids) * self.layout.num_kv_heads, 0))
-        tokens = torch.tensor(ids, device=self.decoder.device)
-        hidden = prefill.read_all(
-            self.decoder, self.tenancy.arena, sequence, tokens, chunk=self.chunk, attention=self.attention
-        )
-        result: list[float] = []
-        rows = max(1, min(self.chunk, 64))
-        for start in range(0, len(ids) - 1, rows):
-            end = min(start + rows, len(ids) - 1)
-            logits = self._without_unused(self.decoder.logits(hidden[start:end])[:, : self.valid_ids])
-            chosen = logits.gather(1, tokens[start + 1 : end + 1, None])[:, 0]
-            result += (chosen - torch.logsumexp(logits, dim=-1)).tolist()
-        self.tenancy.arena.clear()
-        return result
-
-
-def room_for_reply(total: int, new_tokens: int, context: int) -> int:
-    """How many of `new_tokens` fit behind a text of `total` tokens. Raises PromptError if it is empty or too long."""
-    if total < 1:
-        raise PromptError("the prompt is empty: there is no token to read")
-    if total >= context:
-        raise PromptError(
-            f"the prompt has {total:,} tokens, but the model's context is {context:,} and a reply needs at least 1: "
-            "shorten the prompt, or stretch the context with the option rope_scaling (KIND:FACTOR)"
-        )
-    return min(new_tokens, context - total)
+        """Log-likelihood of every token after the first, given those before. Raises PromptError, see `score_tokens`."""
+        return score_tokens(self, ids)

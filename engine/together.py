@@ -5,25 +5,64 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ..cache.budget import Budget
 from ..cache.layout import ArenaSize, arena_bytes
-from ..errors import ArenaFull, CakeError
+from ..errors import ArenaFull, CakeError, OptionError
 from .available import available_memory
 from .batch import Batch
+from .document import Document
+from .encoding import listed_ids
 from .generation import GenerationConfig
 from .memory import NEAR_LIMIT, plan_run, together_within
 from .reply import OnProgress, Written, tell_if_raised, wait_reporter
 from .results import Piece, Progress, Result, collect
-from .runner import Runner, Timing
+from .runner import Runner
 from .sequence import Sequence
+from .timing import Timing
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from .engine import Engine, Prompt
 
 MOST_TOGETHER = 16
 Found = TypeVar("Found")
+
+
+def answer(
+    engine: Engine,
+    document: Document,
+    question: Prompt | None,
+    *,
+    messages: list[dict[str, str]] | None = None,
+    ids: list[int] | None = None,
+    **options: Any,
+) -> Result:
+    """The reply to one question behind a document, see `Engine.generate`."""
+    if isinstance(question, list) and ids is None:  # one of several questions
+        question, ids = None, cast(list[int], question)
+    fed = engine.encode(cast(str | None, question), messages=messages, ids=ids, cache=document)
+    return collect(engine.stream(ids=fed, **options), fed)
+
+
+def generate_list(
+    engine: Engine,
+    prompts: list[Prompt],
+    *,
+    batch: int = MOST_TOGETHER,
+    config: GenerationConfig | list[GenerationConfig] | None = None,
+    on_progress: OnProgress | None = None,
+    **options: Any,
+) -> list[Result]:
+    """The replies to a list of prompts, checked first, see `Engine.generate`."""
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+        raise OptionError(f"batch is a whole number of prompts, at least 1, not {batch!r}")
+    configs = config if isinstance(config, list) else [config] * len(prompts)
+    if len(configs) != len(prompts):
+        raise OptionError(f"there are {len(prompts)} prompts and {len(configs)} configs: give one, or one for each")
+    generations = [engine._generation(one, dict(options)) for one in configs]
+    ids = [listed_ids(engine, prompt, number + 1, len(prompts)) for number, prompt in enumerate(prompts)]
+    return generate_together(engine, ids, generations, most=batch, on_progress=on_progress) if prompts else []
 
 
 def generate_together(

@@ -11,8 +11,8 @@ from cake_infer.cache.layout import ArenaSize
 from cake_infer.engine import decode
 from cake_infer.engine.batch import Batch
 from cake_infer.engine.generation import GenerationConfig, resolve_generation
-from cake_infer.engine.runner import Timing
 from cake_infer.engine.sequence import Sequence
+from cake_infer.engine.timing import Timing
 from cake_infer.errors import ArenaFull, BudgetError, CakeError, MemoryLimit, PromptError
 
 FAMILIES = {

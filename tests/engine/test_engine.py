@@ -15,7 +15,7 @@ import weakref
 import pytest
 import torch
 from cake_infer.cache.config import CacheConfig
-from cake_infer.engine import engine as engine_module
+from cake_infer.engine import loading
 from cake_infer.engine.encoding import token_counts
 from cake_infer.engine.engine import Engine
 from cake_infer.engine.generation import GenerationConfig
@@ -345,7 +345,7 @@ def test_a_device_that_is_not_there_is_refused(model_folder, monkeypatch):
 
 
 def test_before_weights_may_end_a_load_when_the_tokenizer_is_there_and_no_weight_is(model_folder, monkeypatch):
-    monkeypatch.setattr(engine_module, "load_decoder", None)
+    monkeypatch.setattr(loading, "load_decoder", None)
     seen = []
 
     def stop(engine):
@@ -711,7 +711,7 @@ def test_a_percentage_of_a_short_prompt_keeps_the_window_with_a_notice(model_fol
 def test_the_compiled_step_is_refused_before_weights_are_read_where_numba_is_missing(model_folder, monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "numba" else found(name, *a))
-    monkeypatch.setattr("cake_infer.engine.engine.load_decoder", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr("cake_infer.engine.loading.load_decoder", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(BackendError, match=r"cake-infer\[cpu\]"):
         Engine.load(model_folder(), step="compiled")
 

@@ -11,10 +11,11 @@ from cake_infer.cache.config import CacheConfig
 from cake_infer.engine.attention import Sdpa
 from cake_infer.engine.attention import rows as plain
 from cake_infer.engine.batch import Batch
+from cake_infer.engine.capture import Uncaptured
 from cake_infer.engine.device_sampling import DeviceSampler, Kind
 from cake_infer.engine.device_step import DeviceState, DeviceStep
 from cake_infer.engine.generation import GenerationConfig, resolve_generation
-from cake_infer.engine.graph import Ahead, Uncaptured
+from cake_infer.engine.graph import Ahead
 from cake_infer.engine.picker import Picker
 from cake_infer.engine.runner import Runner
 from cake_infer.engine.sampling import NOT_FINITE, sample
@@ -104,7 +105,7 @@ def reply(runner, sequence, ids, options, stop_ids=frozenset()):
 
 def state_of(runner, sequence):
     """Everything that a reply leaves behind for the next turn; rows in an order of their own."""
-    with runner.alone():
+    with runner.access.alone():
         runner.tenancy.activate(sequence)
     arena, rows = runner.tenancy.arena, {}
     for layer in range(arena.layout.num_layers):
@@ -399,7 +400,7 @@ def test_logits_that_are_no_numbers_end_that_reply_alone(tmp_path, write_checkpo
         assert "NaN or infinite logits at new token 2" in failed[0]
     running = runner.generate(Sequence(), random_ids(9), plan)
     assert [next(running).id, next(running).id] == expected[:2]
-    with runner.alone():
+    with runner.access.alone():
         runner.tenancy.arena.row(0, 0)[1].fill_(float("nan"))
     with pytest.raises(CakeError, match="at new token 3"):
         next(running)

@@ -487,7 +487,7 @@ def test_the_one_shot_command_meets_the_limit_before_a_weight_is_read(
 ) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda device="cpu": Available(1000, "this machine"), raising=True)
     monkeypatch.setattr("cake_infer.engine.engine.available_memory", memory.available_memory)
-    monkeypatch.setattr("cake_infer.engine.engine.load_decoder", lambda *a, **k: pytest.fail("weights were read"))
+    monkeypatch.setattr("cake_infer.engine.loading.load_decoder", lambda *a, **k: pytest.fail("weights were read"))
     for arguments in (["--prompt", "x"], ["chat"]):
         assert cli.main([*arguments, "--model", str(folder)]) == 1
         captured = capsys.readouterr()
@@ -514,6 +514,6 @@ def test_a_download_meets_the_limit_before_it_begins(
 def test_a_prompt_beyond_the_context_is_refused_before_a_weight_is_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("cake_infer.engine.engine.load_decoder", lambda *a, **k: pytest.fail("weights were read"))
+    monkeypatch.setattr("cake_infer.engine.loading.load_decoder", lambda *a, **k: pytest.fail("weights were read"))
     assert cli.main(["--prompt-tokens", "2048", "--model", str(folder)]) == 1
     assert capsys.readouterr().err.count("2,048") == 2

@@ -22,7 +22,7 @@ def test_separators_are_the_tokens_whose_text_ends_a_clause(model_folder):
 def test_an_engine_finds_them_for_the_policy_that_asks(model_folder, monkeypatch):
     calls = []
     monkeypatch.setattr(
-        "cake_infer.engine.engine.separator_ids", lambda tokenizer: calls.append(tokenizer) or separator_ids(tokenizer)
+        "cake_infer.engine.loading.separator_ids", lambda tokenizer: calls.append(tokenizer) or separator_ids(tokenizer)
     )
     text = "One, two. Three; four: five!\nSix? " * 4
     folder = model_folder()

@@ -36,7 +36,7 @@ class Filled:
     def __init__(self, check: Check, runner: Any, lengths: np.ndarray, total: int, batch: int, room: int) -> None:
         from cake_infer.cache.layout import ArenaSize
         from cake_infer.cache.shared import SharedArena
-        from cake_infer.engine.graph import Seat
+        from cake_infer.engine.seat import Seat
         from cake_infer.engine.sequence import QueryRing, Sequence
 
         config, layout = runner.decoder.config, runner.layout

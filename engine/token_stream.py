@@ -1,0 +1,103 @@
+"""One reply as a stream of token ids: the piece is read, then a token is chosen, fed, and so on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING
+
+import torch
+
+from .generation import GenerationConfig
+from .picker import Picker, Token
+from .seat import Seat
+from .sequence import Sequence
+from .stepper import OnWait
+from .timing import Timing
+
+if TYPE_CHECKING:
+    from .runner import Runner
+
+OnChunk = Callable[[int, int, int], None]
+
+
+def stream_tokens(
+    runner: Runner,
+    sequence: Sequence,
+    ids: list[int],
+    generation: GenerationConfig,
+    *,
+    stop_ids: frozenset[int],
+    on_chunk: OnChunk | None,
+    on_wait: OnWait | None,
+    timing: Timing,
+    conversation: bool,
+) -> Generator[Token, None, None]:
+    """Feed `ids` to a sequence and yield the reply's tokens one by one; `generation` is resolved.
+
+    The last token that is yielded has not been fed. The reply ends with a stop token ("stop"), with max_new_tokens,
+    or where the model's context ends ("length"). The repetition penalty counts all of the sequence's ids as prompt.
+    """
+    tenancy, window = runner.tenancy, runner.cache.window
+    with runner.access.alone():
+        limit = runner.prepare(sequence, len(ids), generation.max_new_tokens or 0, conversation=conversation)
+        started = time.perf_counter()
+        with runner.access.whole(sequence):
+            logits = runner.feed(sequence, ids, limit, on_chunk=on_chunk)
+        timing.prompt_tokens, timing.prefill_s = len(ids), time.perf_counter() - started
+        timing.total = sequence.total
+        timing.lengths = tuple(tuple(int(n) for n in row) for row in tenancy.arena.length)
+        picker = runner.picker(sequence, generation, limit, stop_ids)
+        if limit > 1:
+            runner.step.prepare(tenancy.arena, sequence, window=window, on_wait=on_wait)
+            if runner.ahead is not None:
+                _prepare_ahead(runner, sequence, picker)
+    for _ in range(limit):
+        started = time.perf_counter()
+        with runner.one_thread():
+            token = picker.pick(logits)
+        timing.decode_s += time.perf_counter() - started
+        if token.finish_reason == "stop":
+            timing.finished_by = token.id
+        yield token
+        if token.finish_reason:
+            return
+        if runner.ahead is not None:
+            yield from _stream_ahead(runner, Seat(sequence, picker, token.id), timing)
+            return
+        started = time.perf_counter()
+        with runner.access.alone():
+            tenancy.activate(sequence)
+            with runner.access.whole(sequence), torch.inference_mode():
+                logits = runner.step(tenancy.arena, sequence, token.id, window=window)
+        timing.decode_s += time.perf_counter() - started
+        timing.decode_steps += 1
+
+
+def _prepare_ahead(runner: Runner, sequence: Sequence, picker: Picker) -> None:
+    """Capture the step before the reply begins; the token is not fed."""
+    assert runner.ahead is not None
+    seat = Seat(sequence, picker, 0, runner.tenancy.arena)
+    runner.ahead.prepare(seat)
+    runner.ahead.leave(seat)
+
+
+def _stream_ahead(runner: Runner, seat: Seat, timing: Timing) -> Generator[Token, None, None]:
+    """The reply's further tokens, each while the device is at work on the next one. See `Ahead`."""
+    sequence, picker = seat.sequence, seat.picker
+    with runner.access.landing(seat):
+        while True:
+            started = time.perf_counter()
+            with runner.access.alone(seat):
+                runner.tenancy.activate(sequence)
+                seat.arena = runner.tenancy.arena
+                with runner.access.whole(sequence):
+                    (chosen,) = runner.fly(seat).advance([seat])
+                token = picker.accept(chosen.token, chosen.logits)
+            timing.decode_s += time.perf_counter() - started
+            timing.decode_steps += 1
+            if token.finish_reason == "stop":
+                timing.finished_by = token.id
+            yield token
+            if token.finish_reason:
+                return
