@@ -45,8 +45,8 @@ class Cascade:
     heads: "equal" gives every head of a layer the layer's share; "adaptive" deals the layer's slots over its heads
     (`AdaptiveHeads`, `head_floor` its alpha); "own" takes every row as a layer of its own with seats of one slot, by
     the weights of a table or, with `scored`, by the scores of all rows of all layers.
-    settle: if given, nothing is dealt before the last layer has come, and then by `settle(weights)`: for allocations
-    that compare all layers. Until then all rows stay whole.
+    late: nothing is dealt before the last layer has come; until then all rows stay whole, and what is left is the same.
+    settle: weights are then `settle(weights)`, for allocations that compare all layers.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Cascade:
         heads: str = "equal",
         head_floor: float = DEFAULT_HEAD_FLOOR,
         settle: Settle | None = None,
+        late: bool = False,
     ) -> None:
         if heads not in HEADS:
             raise OptionError(f"unknown sharing over heads {heads!r}: choose one of {', '.join(HEADS)}")
@@ -67,6 +68,7 @@ class Cascade:
         self.seats = (check_budget(budget, window) - window) * num_layers * (kv_heads if heads == "own" else 1)
         assert settle is None or not (scored or heads == "own"), "what waits for all layers deals by layer weights"
         self.scored, self.heads, self.head_floor, self.settle = scored, heads, head_floor, settle
+        self.late = late or settle is not None
         self.claims: list[LayerClaim] = []
         self._curves: list[np.ndarray] = []
         self._adaptive: list[AdaptiveHeads] = []
@@ -81,11 +83,12 @@ class Cascade:
         assert len(self.claims) < self.num_layers, "more layers than the cascade was made for"
         assert len(claim.caps) == self.kv_heads, "a cap for each head"
         claims = [*self.claims, claim]
-        if self.settle is not None and len(claims) < self.num_layers:
+        curves = [*self._curves, *self._curves_of(claim)]
+        if self.late and len(claims) < self.num_layers:
+            self._curves = curves
             claims[-1] = self._resolved(claim)
             lengths = [[one.floor + cap for cap in one.caps] for one in claims]
         else:
-            curves = [*self._curves, *self._curves_of(claim)]
             shares = self._deal(claims, curves)
             lengths = self._over_heads(claims, shares)
             self._curves = [curve[:share].copy() for curve, share in zip(curves, shares, strict=False)]

@@ -10,6 +10,7 @@ from ..errors import BudgetError, OptionError
 from .budget import DEFAULT_BUDGET, Budget, check_budget, parse_bytes
 from .method import parse_given
 from .policies import POLICIES, Choice, choose
+from .schedules import SCHEDULES
 
 DECODE_POLICIES = ("grow", "hold")
 KV_DTYPES = ("float32", "bfloat16", "float16")
@@ -28,12 +29,14 @@ class CacheConfig:
     policy_options: parameters of these, by name: {"sinks": 4} or ("sinks=4",).
     window: the last tokens that are always kept and whose queries vote.
     decode_policy: "grow" keeps new tokens until the reserved room is used, "hold" replaces the least wanted row.
-    hold_by: the rule by which hold chooses, None for attention; see `cache.holds`.
+    hold_by: the rule by which hold chooses, None for attention; its options may follow ("h2o,interval=16"); see
+        `cache.holds`.
     kv_memory: the whole arena, bookkeeping included ("512MiB"), or None for what the budget needs.
     kv_dtype: how kept rows are stored ("float32", "bfloat16", "float16"), or None for the engine's choice.
     tau1, tau2: temperatures of dispersion and shift, above 0, or None for the authors' table.
     gamma: weight of the variance in a token's score, None for 200 or what `tune` found.
     pool: odd width of the pooling over neighbouring positions.
+    schedule: when a prefill evicts, None for the policy's own; see `cache.schedules`.
     """
 
     budget: str | int = DEFAULT_BUDGET
@@ -52,12 +55,15 @@ class CacheConfig:
     merge: str | None = None
     policy_options: tuple[str, ...] | Mapping[str, object] = ()
     hold_by: str | None = None
+    schedule: str | None = None
 
     def __post_init__(self) -> None:
         _check_choice("policy", self.policy, POLICIES)
         _check_choice("decode policy", self.decode_policy, DECODE_POLICIES)
         if self.kv_dtype is not None:
             _check_choice("KV dtype", self.kv_dtype, KV_DTYPES)
+        if self.schedule is not None:
+            _check_choice("schedule", self.schedule, tuple(SCHEDULES))
         if not _is_int(self.window) or self.window < 1:
             raise OptionError(f"the window must be a whole number of at least 1 token, not {self.window!r}")
         for name, tau in (("tau1", self.tau1), ("tau2", self.tau2)):
@@ -107,7 +113,7 @@ class CacheConfig:
     def late(self) -> bool:
         """Whether nothing is evicted before all layers are read, so that a prefill holds the whole cache."""
         choice = self.choice
-        return choice is not None and choice.allocation.late
+        return choice is not None and choice.late
 
     def _choose(self) -> Choice:
         options = parse_given(self.policy_options)
@@ -120,13 +126,16 @@ class CacheConfig:
         for name, value in fields.items():
             if value is not None and options.setdefault(name, value) is not value:
                 raise OptionError(f"{name} is given twice, as itself and as a policy option")
+        hold, *hold_options = [part.strip() for part in (self.hold_by or "attention").split(",")]
         return choose(
             self.policy,
             indicator=self.indicator,
             allocation=self.allocation,
             heads=self.heads,
             merge=self.merge,
-            hold=(self.hold_by or "attention") if self.decode_policy == "hold" else None,
+            hold=hold if self.decode_policy == "hold" else None,
+            hold_options=parse_given(hold_options),
+            schedule=self.schedule,
             options=options,
         )
 
@@ -143,6 +152,7 @@ class CacheConfig:
             "merge": self.merge is not None,
             "policy_options": bool(self.policy_options),
             "hold_by": self.hold_by is not None,
+            "schedule": self.schedule is not None,
         }
         for name, is_given in given.items():
             if is_given:

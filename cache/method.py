@@ -100,8 +100,8 @@ class Method:
 
     where: `module:Class` below `cache`; the class takes the options as keywords. inputs: names in `INPUTS`.
     cost: beside attention itself, for a layer of n tokens. paper: the citation. heads: of an allocation, the rules over
-    heads that it goes with, the usual one first. late: of an allocation, that it compares all layers, so that nothing
-    is evicted before the last one is read.
+    heads that it goes with, the usual one first. late: of an allocation, that it compares all layers, so that no other
+    schedule than late goes with it.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """A decode step's attention over rows that a hold rule keeps at their limit: plain torch, one row at a time.
 
-The rule `attention`, which every runner of a step has in a form of its own, does not come here (see `decode.py`).
+The rule `attention` at every step, which every runner has in a form of its own, does not come here (see `decode.py`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..cache.arena import Arena
-from ..cache.holds.base import AtIntervals, HeldRow, HoldRule, OneByOne
+from ..cache.holds.base import AtIntervals, HeldRow, HoldRule, OneByOne, best
 from ..models.decoder import Decoder
 from .attention import SlidingMask
 from .attention.sdpa import decode_attention
@@ -48,12 +48,11 @@ def held_attention(
         output, weights = decode_attention(part, keys, values, scale=decoder.scale, hidden=hidden)
         outputs.append(output)
         rows.append(HeldRow(weights[0], positions[0], scores))
-    if isinstance(rule, OneByOne):
+    if isinstance(rule, OneByOne) and rule.every == 1:
         _give_up(arena, layer, rows, rule.losers(rows, position, window), sequence)
     else:
-        assert isinstance(rule, AtIntervals)
         arena.length[layer] += 1
-        _cut_back(decoder, arena, layer, sequence, window, rule)
+        _cut_back(decoder, arena, layer, rows, sequence, window, rule)
     return torch.cat(outputs)
 
 
@@ -86,22 +85,34 @@ def _give_up(arena: Arena, layer: int, rows: list[HeldRow], losers: list[int], s
             table[-1] = old
 
 
-def _cut_back(decoder: Decoder, arena: Arena, layer: int, sequence: Sequence, window: int, rule: AtIntervals) -> None:
+def _cut_back(
+    decoder: Decoder,
+    arena: Arena,
+    layer: int,
+    rows: list[HeldRow],
+    sequence: Sequence,
+    window: int,
+    rule: HoldRule,
+) -> None:
     """Cut rows that have grown by the rule's interval beyond their limit."""
     assert sequence.limit is not None
-    assert sequence.ring is not None
-    if not (arena.length[layer] >= sequence.limit[layer] + rule.every).any():
-        return
-    queries = sequence.ring.read(layer, sequence.total + 1)[0]
-    group = queries.shape[0] // arena.layout.num_kv_heads
-    for head in range(arena.layout.num_kv_heads):
+    due = arena.length[layer] >= sequence.limit[layer] + rule.every
+    worth = None
+    if isinstance(rule, OneByOne) and (rule.keeps_scores or due.any()):
+        worth = rule.worth(rows, sequence.total)
+    for head in due.nonzero()[0].tolist():
         limit = int(sequence.limit[layer, head])
-        if arena.length[layer, head] < limit + rule.every:
-            continue
         keys, values, positions = arena.row(layer, head)
         scores = _scores(arena, layer, head)
-        own = queries[head * group : (head + 1) * group]
-        chosen, kept = rule.cut(keys, positions, scores, own, decoder.scale, limit, window)
+        if worth is not None:
+            chosen = best(worth[head], positions, limit, window)
+            kept = scores[chosen]
+        else:
+            assert isinstance(rule, AtIntervals)
+            assert sequence.ring is not None
+            group = sequence.ring.heads // arena.layout.num_kv_heads
+            own = sequence.ring.read(layer, sequence.total + 1)[0][head * group : (head + 1) * group]
+            chosen, kept = rule.cut(keys, positions, scores, own, decoder.scale, limit, window)
         for table in (keys, values, positions):
             table[:limit] = table[chosen]
         scores[:limit] = kept

@@ -89,17 +89,18 @@ def row_tokens(arena: Arena, layer: int, head: int, window_start: int) -> Tokens
 
 
 class Chosen:
-    """The order in which a staged layer's columns are kept, made once, for as many as are asked for first."""
+    """The order in which a staged layer's columns are kept, made anew only where more are asked for than before."""
 
     def __init__(self, scored: LayerScore, staged: Staged, window_start: int, floor: int) -> None:
         self.indicator, self.worth = scored.indicator, scored.worth
         self.staged, self.window_start, self.floor = staged, window_start, floor
         self._order: Tensor | None = None
+        self._asked: list[int] = []
 
     def order(self, lengths: list[int]) -> Tensor:
         """int64 `[kv_heads, >= max(lengths)]`: columns, the most worth keeping first."""
-        if self._order is None:
-            staged = self.staged
+        if self._order is None or any(new > old for new, old in zip(lengths, self._asked, strict=True)):
+            staged, self._asked = self.staged, list(lengths)
             self._order = row_order(self.indicator, staged.position, self.window_start, staged.lengths, lengths)
         return self._order
 

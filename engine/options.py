@@ -159,8 +159,14 @@ CACHE_FLAGS = {
         choices=("grow", "hold"),
     ),
     "hold_by": Flag(
-        "what hold gives up: attention (the default), or another rule that `policies` lists, in plain torch",
-        metavar="NAME",
+        "what hold gives up: attention (the default), or another rule that `policies` lists, in plain torch; with "
+        "interval=N only every N tokens",
+        metavar="NAME[,OPTION=VALUE]",
+    ),
+    "schedule": Flag(
+        "when a prompt's tokens are evicted: cascade (layer by layer, in the memory of the budget) or late (once, after "
+        "the last layer, in that of a full cache); default the policy's own",
+        choices=("cascade", "late"),
     ),
     "tau1": Flag("CAKE: temperature of a layer's dispersion; default by model and budget", number, "X"),
     "tau2": Flag("CAKE: temperature of a layer's shift; default by model and budget", number, "X"),

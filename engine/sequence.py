@@ -22,7 +22,7 @@ class QueryRing:
     def __init__(
         self, num_layers: int, window: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ):
-        self.window = window
+        self.window, self.heads = window, heads
         self._ring = torch.zeros(num_layers, window, heads, head_dim, dtype=dtype, device=device)
 
     def write(self, layer: int, first_position: int, queries: Tensor) -> None:

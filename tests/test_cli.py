@@ -165,7 +165,8 @@ MODEL_FLAGS: dict[str, Observation] = {
     "--allocation": (["--allocation", "uniform"], cached("allocation"), "uniform"),
     "--heads": (["--heads", "equal"], cached("heads"), "equal"),
     "--merge": (["--merge", "d2o"], cached("merge"), "d2o"),
-    "--hold-by": (["--decode-policy", "hold", "--hold-by", "h2o"], cached("hold_by"), "h2o"),
+    "--hold-by": (["--decode-policy", "hold", "--hold-by", "h2o,interval=4"], cached("hold_by"), "h2o,interval=4"),
+    "--schedule": (["--schedule", "late"], cached("schedule"), "late"),
     "--policy-option": (
         ["--policy-option", "gamma=10", "--policy-option", "pool=3"],
         cached("policy_options"),
@@ -364,6 +365,7 @@ def test_a_new_field_of_a_config_cannot_be_forgotten_on_the_command_line() -> No
         ["--prompt", "x", "--policy", "full", "--allocation", "cake"],
         ["--prompt", "x", "--policy", "full", "--heads", "equal"],
         ["--prompt", "x", "--policy", "full", "--hold-by", "h2o"],
+        ["--prompt", "x", "--policy", "full", "--schedule", "late"],
         ["--prompt", "x", "--hold-by", "h2o"],
         ["--prompt", "x", "--policy", "full", "--policy-option", "gamma=200"],
         ["--prompt", "x", "--policy", "snapkv", "--gamma", "200"],

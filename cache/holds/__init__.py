@@ -1,6 +1,6 @@
 """The hold rules by name: what a row at its limit gives up while a reply is written. No torch here; a class is imported
-when decoding begins. `attention` is the engine's own rule, which every runner of a step has; the others run in plain
-torch."""
+when decoding begins. `attention` is the engine's own rule, which every runner of a step has, one slot for each token;
+the others, and intervals, run in plain torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from ..method import Method, Option
 
 WINDOW = ("window_queries",)
 INTERVAL = Option("interval", 128, "new tokens between two cuts", int, least=1)
+EACH = Option("interval", 1, "new tokens between two cuts; 1 gives up a slot for each", int, least=1)
 
 
 def share(name: str, default: float, help: str) -> Option:
@@ -25,6 +26,7 @@ HOLDS = {
             (),
             "nothing",
             "TOVA's rule for each KV head, as in CAKE's code without its pooling",
+            (EACH,),
         ),
         Method(
             "tova",
@@ -33,6 +35,7 @@ HOLDS = {
             (),
             "nothing",
             "TOVA, Oren et al., 2024, arXiv 2401.06104",
+            (EACH,),
         ),
         Method(
             "h2o",
@@ -41,6 +44,7 @@ HOLDS = {
             (),
             "one sum a slot",
             "H2O, Zhang et al., NeurIPS 2023, arXiv 2306.14048",
+            (EACH,),
         ),
         Method(
             "cake",
@@ -49,7 +53,7 @@ HOLDS = {
             (),
             "a sort of each row",
             "CAKE's code, Qin et al., ICLR 2025, arXiv 2503.12491",
-            (Option("pool", 5, "odd width of the average over neighbouring positions", int, least=1, odd=True),),
+            (Option("pool", 5, "odd width of the average over neighbouring positions", int, least=1, odd=True), EACH),
         ),
         Method(
             "streaming-llm",
@@ -58,7 +62,7 @@ HOLDS = {
             (),
             "nothing",
             "StreamingLLM, Xiao et al., ICLR 2024, arXiv 2309.17453",
-            (Option("sinks", 4, "first tokens that are always kept", int, least=0),),
+            (Option("sinks", 4, "first tokens that are always kept", int, least=0), EACH),
         ),
         Method(
             "g-kv",

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .base import HeldRow, OneByOne, lowest
+from torch import Tensor
+
+from .base import HeldRow, OneByOne
 
 
 @dataclass(frozen=True)
 class AttentionHold(OneByOne):
-    """Nothing is remembered. Every runner of a step has this rule in its own form."""
+    """Nothing is remembered. Every runner of a step has this rule in its own form, but for intervals."""
 
-    def losers(self, rows: list[HeldRow], position: int, window: int) -> list[int]:
+    interval: int = 1
+
+    def worth(self, rows: list[HeldRow], position: int) -> list[Tensor]:
         """See `base.OneByOne`."""
-        return [lowest(row.weights.mean(0), row.positions, position, window) for row in rows]
+        return [row.weights.mean(0) for row in rows]

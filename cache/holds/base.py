@@ -36,11 +36,26 @@ class HoldRule:
 
 
 class OneByOne(HoldRule, ABC):
-    """A rule that gives up one slot for each newcomer."""
+    """A rule that looks at every slot in each step: it gives up one for each newcomer, or `interval` of them at once.
+
+    At intervals what is given up is what the rule finds least worth at the step of the cut.
+    """
+
+    interval: int
+
+    @property
+    def every(self) -> int:
+        return self.interval
 
     @abstractmethod
+    def worth(self, rows: list[HeldRow], position: int) -> list[Tensor]:
+        """Of each row of a layer fp32 `[columns]`, higher stays, at the newest query's `position`. Called once a step
+        if the rule keeps scores, which it brings up to date, and else where a row is full."""
+
     def losers(self, rows: list[HeldRow], position: int, window: int) -> list[int]:
-        """Of each row of a layer, full or not, the column to give up at the newest query's `position`."""
+        """Of each row of a layer the column to give up: the least worth outside the window."""
+        worth = self.worth(rows, position)
+        return [lowest(one, row.positions, position, window) for one, row in zip(worth, rows, strict=True)]
 
 
 class AtIntervals(HoldRule, ABC):

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from ..scores import pool_neighbours
-from .base import HeldRow, OneByOne, lowest
+from .base import HeldRow, OneByOne
 
 
 @dataclass(frozen=True)
@@ -18,8 +20,8 @@ class CakeHold(OneByOne):
     """Nothing is remembered."""
 
     pool: int = 5
+    interval: int = 1
 
-    def losers(self, rows: list[HeldRow], position: int, window: int) -> list[int]:
+    def worth(self, rows: list[HeldRow], position: int) -> list[Tensor]:
         """See `base.OneByOne`."""
-        pooled = [pool_neighbours(row.weights.mean(0), row.positions, self.pool) for row in rows]
-        return [lowest(votes, row.positions, position, window) for votes, row in zip(pooled, rows, strict=True)]
+        return [pool_neighbours(row.weights.mean(0), row.positions, self.pool) for row in rows]

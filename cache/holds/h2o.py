@@ -10,17 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .base import HeldRow, OneByOne, lowest
+from torch import Tensor
+
+from .base import HeldRow, OneByOne
 
 
 @dataclass(frozen=True)
 class H2OHold(OneByOne):
     """The sums lie with the slots."""
 
+    interval: int = 1
+
     keeps_scores: ClassVar[bool] = True
 
-    def losers(self, rows: list[HeldRow], position: int, window: int) -> list[int]:
+    def worth(self, rows: list[HeldRow], position: int) -> list[Tensor]:
         """See `base.OneByOne`; adds to the scores."""
-        for row in rows:
-            row.scores.add_(row.weights.mean(0))
-        return [lowest(row.scores, row.positions, position, window) for row in rows]
+        return [row.scores.add_(row.weights.mean(0)) for row in rows]

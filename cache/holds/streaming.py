@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .base import HeldRow, OneByOne, lowest
+from torch import Tensor
+
+from .base import HeldRow, OneByOne
 
 
 @dataclass(frozen=True)
@@ -16,9 +18,9 @@ class StreamingHold(OneByOne):
     """Nothing is looked at but positions."""
 
     sinks: int = 4
+    interval: int = 1
 
-    def losers(self, rows: list[HeldRow], position: int, window: int) -> list[int]:
+    def worth(self, rows: list[HeldRow], position: int) -> list[Tensor]:
         """See `base.OneByOne`. A row of nothing but sinks and window gives up its latest sink."""
-        ages = [row.positions.float() for row in rows]
-        ages = [age.where(row.positions >= self.sinks, 2 * position - age) for age, row in zip(ages, rows, strict=True)]
-        return [lowest(age, row.positions, position, window) for age, row in zip(ages, rows, strict=True)]
+        places = [row.positions.float() for row in rows]
+        return [at.where(row.positions >= self.sinks, 2 * position - at) for at, row in zip(places, rows, strict=True)]

@@ -9,18 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from .base import HeldRow, OneByOne, lowest
+from .base import HeldRow, OneByOne
 
 
 @dataclass(frozen=True)
 class TovaHold(OneByOne):
     """Nothing is remembered."""
 
-    def losers(self, rows: list[HeldRow], position: int, window: int) -> list[int]:
+    interval: int = 1
+
+    def worth(self, rows: list[HeldRow], position: int) -> list[Tensor]:
         """See `base.OneByOne`."""
         held, index = torch.unique(torch.cat([row.positions for row in rows]), return_inverse=True)
         votes = torch.cat([row.weights.sum(0) for row in rows])
         total = torch.zeros(len(held), device=votes.device).index_add_(0, index, votes)
-        parts = index.split([len(row.positions) for row in rows])
-        return [lowest(total[part], row.positions, position, window) for part, row in zip(parts, rows, strict=True)]
+        return [total[part] for part in index.split([len(row.positions) for row in rows])]

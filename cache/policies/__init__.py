@@ -80,6 +80,7 @@ class Choice:
     base: Method | None  # of an indicator that wraps another one
     hold: Method | None  # where decoding holds rows at their limit
     options: Mapping[str, Mapping[str, Value]]  # by part: these names
+    late: bool = False  # nothing is evicted before all layers of a piece are read
 
     @property
     def parts(self) -> dict[str, Method]:
@@ -106,10 +107,12 @@ def choose(
     heads: str | None = None,
     merge: str | None = None,
     hold: str | None = None,
+    hold_options: Mapping[str, object] | None = None,
+    schedule: str | None = None,
     options: Mapping[str, object] | None = None,
 ) -> Choice:
-    """What a combination of names means. Raises OptionError for an unknown name, an option that no part has, or parts
-    that do not go together."""
+    """What a combination of names means; `hold_options` are the hold rule's alone. Raises OptionError for an unknown
+    name, an option that no part has, or parts that do not go together."""
     if policy not in POLICIES or policy == "full":
         raise OptionError(f"unknown policy {policy!r}: choose one of {', '.join(POLICIES)}")
     named = NAMED.get(policy) or Named(policy)
@@ -126,6 +129,11 @@ def choose(
     if over_heads not in sharing.heads:
         goes = " or ".join(sharing.heads)
         raise OptionError(f"the allocation {sharing.name} goes with the heads {goes}, not with {over_heads}")
+    if sharing.late and schedule == "cascade":
+        raise OptionError(
+            f"the allocation {sharing.name} compares all layers, so nothing can be evicted before the last one is "
+            "read: leave the schedule out"
+        )
     own = {part: getattr(named, part) for part in parts}
     changed = [f"{part} {method.name}" for part, method in parts.items() if method.name != own[part]]
     wraps = parts["indicator"].option("base")
@@ -136,9 +144,10 @@ def choose(
         base = wraps.read(given.pop("base", usual))
         parts["base"] = INDICATORS[str(base)]
         changed += [f"base {base}"] if base != named.options.get("base", wraps.default) else []
+    late = schedule == "late" or sharing.late
+    changed += ["schedule late"] if late and not sharing.late else []
     if hold is not None:
         parts["hold"] = _find("hold rule", hold, HOLDS)
-        changed += [f"hold by {hold}"] if hold != "attention" else []
         _check_remembers(parts)
     found: dict[str, dict[str, Value]] = {}
     for part, method in parts.items():
@@ -152,6 +161,18 @@ def choose(
             option = parts[part].option(name)
             assert option is not None
             found[part][name] = option.read(value)
+    for name, value in (hold_options or {}).items() if hold is not None else ():
+        option = parts["hold"].option(name)
+        if option is None:
+            exist = ", ".join(option.name for option in parts["hold"].options)
+            raise OptionError(f"the hold rule {hold} has no option {name!r}: it has {exist}")
+        if name in given:
+            raise OptionError(f"the option {name} of the hold rule {hold} is given twice")
+        found["hold"][name] = option.read(value)
+    if hold is not None:
+        interval = found["hold"]["interval"]
+        by = f"hold by {hold}" if interval == 1 else f"hold by {hold} every {interval}"
+        changed += [by] if (hold, interval) != ("attention", 1) else []
     return Choice(
         policy,
         ", ".join([policy, *changed]),
@@ -162,6 +183,7 @@ def choose(
         parts.get("base"),
         parts.get("hold"),
         found,
+        late,
     )
 
 
@@ -210,14 +232,14 @@ def make_policy(config: CacheConfig, model: PolicyModel, budget: int) -> Policy:
         part: _make(choice.parts[part], options[part], model, budget)
         for part in ("indicator", "allocation", "heads", "merge")
     }
-    return ComposedPolicy(choice.policy, choice.title, **made)
+    return ComposedPolicy(choice.policy, choice.title, **made, waits=choice.late)
 
 
 def make_hold(config: CacheConfig) -> HoldRule | None:
-    """The rule by which decoding keeps rows at their limit; None for `attention`, which every step has built in, and
-    where rows only grow."""
+    """The rule by which decoding keeps rows at their limit; None for `attention` at every step, which every runner has
+    built in, and where rows only grow."""
     choice = config.choice
-    if choice is None or choice.hold is None or choice.hold.name == "attention":
+    if choice is None or choice.hold is None or (choice.hold.name == "attention" and choice.spare == 1):
         return None
     rule: HoldRule = choice.hold.load()(**choice.options["hold"])
     return rule

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ComposedPolicy:
-    """`title` is how the statistics call the combination: its constants are added."""
+    """`title` is how the statistics call the combination: its constants are added. waits: a late schedule."""
 
     name: str
     title: str
@@ -31,6 +31,7 @@ class ComposedPolicy:
     allocation: Allocation
     heads: Any
     merge: Merge
+    waits: bool = False
 
     evicts: ClassVar[bool] = True
 
@@ -44,7 +45,7 @@ class ComposedPolicy:
 
     @property
     def late(self) -> bool:
-        return hasattr(self.allocation, "settle")
+        return self.waits or hasattr(self.allocation, "settle")
 
     def cascade(self, num_layers: int, kv_heads: int, budget: int, window: int) -> Cascade:
         """The dealing that allocation and heads speak of."""
@@ -57,6 +58,7 @@ class ComposedPolicy:
             heads=self.heads.mode,
             head_floor=getattr(self.heads, "floor", DEFAULT_HEAD_FLOOR),
             settle=getattr(self.allocation, "settle", None),
+            late=self.late,
         )
 
     def score(self, view: LayerView) -> LayerScore:

@@ -29,6 +29,7 @@ USELESS_WHEN_FULL = (
     "merge",
     "policy_options",
     "hold_by",
+    "schedule",
 )
 
 Load = Callable[..., "Engine"]

@@ -15,12 +15,14 @@ from ...cache.inputs import INPUTS
 from ...cache.merges import MERGES
 from ...cache.method import Method
 from ...cache.policies import NAMED, POLICIES
+from ...cache.schedules import SCHEDULES
 
 CLASSES = {
     "indicator": INDICATORS,
     "allocation": ALLOCATIONS,
     "heads": HEADS,
     "merge": MERGES,
+    "schedule": SCHEDULES,
     "hold rule": HOLDS,
 }
 HEADINGS = {
@@ -28,7 +30,9 @@ HEADINGS = {
     "allocation": "allocations (--allocation): how layers share the budget",
     "heads": "heads (--heads): how the KV heads of a layer share",
     "merge": "merging (--merge): what kept values take over of evicted ones",
-    "hold rule": "hold rules (--decode-policy hold --hold-by): what full rows give up for the tokens of a reply",
+    "schedule": "schedules (--schedule): when the tokens of a prompt are evicted",
+    "hold rule": "hold rules (--decode-policy hold --hold-by): what full rows give up for the tokens of a reply, at "
+    "every step or every interval",
 }
 
 

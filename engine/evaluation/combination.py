@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ..runner import Runner
     from .study import Cell
 
-PARTS = ("indicator", "allocation", "heads", "merge")
+PARTS = ("indicator", "allocation", "heads", "merge", "schedule")
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,9 @@ def test_defaults_are_those_of_the_paper() -> None:
         {"policy": "snapkv", "pool": 3},
         {"policy": "h2o", "decode_policy": "hold", "hold_by": "h2o"},
         {"decode_policy": "hold", "hold_by": "g-kv", "policy_options": ("interval=3",)},
+        {"decode_policy": "hold", "hold_by": "g-kv,interval=3"},
+        {"decode_policy": "hold", "policy_options": ("interval=3",)},
+        {"policy": "squeeze", "schedule": "late"},
     ],
 )
 def test_what_can_be_applied_is_accepted(options: dict[str, Any]) -> None:
@@ -84,7 +87,18 @@ def test_budgets_that_cannot_hold_are_budget_errors(options: dict[str, Any], say
         ({"heads": "magic"}, "unknown rule over heads 'magic': choose one of equal"),
         ({"hold_by": "h2o"}, "hold_by has no effect with the decode policy grow"),
         ({"decode_policy": "hold", "hold_by": "magic"}, "unknown hold rule 'magic': choose one of attention, tova"),
-        ({"decode_policy": "hold", "policy_options": ("interval=3",)}, "has the option 'interval'"),
+        ({"policy_options": ("interval=3",)}, "has the option 'interval'"),
+        ({"decode_policy": "hold", "hold_by": "h2o,pool=3"}, "hold rule h2o has no option 'pool': it has interval"),
+        ({"decode_policy": "hold", "hold_by": "h2o,interval=0"}, "interval must be a whole number of at least 1"),
+        ({"decode_policy": "hold", "hold_by": "h2o,interval"}, "give NAME=VALUE"),
+        ({"hold_by": "h2o,interval=3"}, "hold_by has no effect with the decode policy grow"),
+        (
+            {"decode_policy": "hold", "hold_by": "h2o,interval=3", "policy_options": ("interval=3",)},
+            "option interval of the hold rule h2o is given twice",
+        ),
+        ({"schedule": "early"}, "unknown schedule 'early': choose one of cascade, late"),
+        ({"policy": "squeeze", "schedule": "cascade"}, "squeeze compares all layers"),
+        ({"policy": "full", "schedule": "late"}, "schedule has no effect with the policy full"),
         ({"policy": "h2o", "decode_policy": "hold", "hold_by": "g-kv"}, "indicator h2o keeps .* hold rule g-kv would"),
         ({"policy": "full", "indicator": "cake"}, "indicator has no effect with the policy full"),
         ({"policy": "full", "policy_options": {"sinks": 4}}, "policy_options has no effect"),
@@ -144,3 +158,28 @@ def test_options_of_a_policy_reach_the_part_that_has_them() -> None:
 @pytest.mark.parametrize("options", [{"kv_memory": "1GiB"}, {"policy": "full"}, {"budget": "10%"}, {"budget": 4000}])
 def test_a_wide_window_is_fine_where_the_default_budget_does_not_count(options: dict[str, Any]) -> None:
     assert CacheConfig(window=2000, **options).window == 2000
+
+
+def test_options_of_a_hold_rule_reach_the_rule_alone() -> None:
+    given = CacheConfig(decode_policy="hold", hold_by="cake, pool=3, interval=16")
+    assert given.choice is not None
+    assert given.choice.options["hold"] == {"pool": 3, "interval": 16}
+    assert given.choice.options["indicator"]["pool"] == 5
+    assert given.spare == 16
+    assert given.choice.title == "cake, hold by cake every 16"
+    assert CacheConfig(decode_policy="hold").choice.title == "cake"  # type: ignore[union-attr]
+
+
+def test_a_late_schedule_is_told_where_it_is_not_the_allocations_own() -> None:
+    titles = {
+        name: CacheConfig(policy=policy, schedule=schedule).choice.title  # type: ignore[union-attr]
+        for name, policy, schedule in (
+            ("own", "cake", None),
+            ("cascade", "cake", "cascade"),
+            ("late", "snapkv", "late"),
+            ("squeeze", "squeeze", "late"),
+        )
+    }
+    assert titles == {"own": "cake", "cascade": "cake", "late": "snapkv, schedule late", "squeeze": "squeeze"}
+    assert [CacheConfig(schedule=one).late for one in (None, "cascade", "late")] == [False, False, True]
+    assert CacheConfig(policy="squeeze").late

@@ -196,4 +196,6 @@ def test_rules_at_intervals_differ_and_say_how_often_they_cut() -> None:
         assert isinstance(rule(name), AtIntervals)
         assert rule(name).every == 128
         assert rule(name, interval=5).every == 5
-    assert rule("attention").every == 1
+    for name in ("attention", "tova", "h2o", "cake", "streaming-llm"):
+        assert rule(name).every == 1
+        assert rule(name, interval=5).every == 5
