@@ -164,8 +164,8 @@ CACHE_FLAGS = {
         metavar="NAME[,OPTION=VALUE]",
     ),
     "schedule": Flag(
-        "when a prompt's tokens are evicted: cascade (layer by layer, in the memory of the budget) or late (once, after "
-        "the last layer, in that of a full cache); default the policy's own",
+        "when a prompt is cut: cascade (layer by layer, in the memory of the budget) or late (once, after the last "
+        "layer, in that of a full cache); default the policy's own",
         choices=("cascade", "late"),
     ),
     "tau1": Flag("CAKE: temperature of a layer's dispersion; default by model and budget", number, "X"),

@@ -171,7 +171,7 @@ class Runner:
     def make_ahead(self) -> Ahead:
         """What decodes ahead with this model and cache. Raises BackendError where it cannot."""
         if self.rule is not None:
-            raise BackendError("a graph has no form of hold_by but for attention")
+            raise BackendError("a graph has no form of hold_by but for attention at every step")
         return Ahead(
             self.decoder,
             self.attention,

@@ -113,7 +113,7 @@ def make_step(
 
         try:
             if rule is not None:
-                raise BackendError("hold_by has no compiled form but for attention at every step, so the step must be eager")
+                raise BackendError("hold_by has no compiled form but for attention at every step: it must be eager")
             if attention.name != Sdpa.name:
                 raise BackendError(f"the compiled step has its own attention: leave {attention.name} out, or step")
             return CompiledStep(decoder, kv_dtype, threads)

@@ -238,7 +238,7 @@ def test_a_rule_has_no_compiled_form_and_says_so_once(tmp_path, write_checkpoint
     assert runner.step is runner.step
     assert [record.message for record in caplog.records if "plain torch" in record.message] == [
         "decoding runs in plain torch, several times slower: "
-        "hold_by has no compiled form but for attention at every step, so the step must be eager"
+        "hold_by has no compiled form but for attention at every step: it must be eager"
     ]
     forced = make_runner(folder, decode_policy="hold", hold_by="tova", step="compiled")
     with pytest.raises(BackendError, match="hold_by has no compiled form"):

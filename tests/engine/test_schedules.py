@@ -1,4 +1,4 @@
-"""Evicting late keeps the tokens that the cascade keeps, in the memory of a full cache; merged values are folded once."""
+"""Evicting late keeps what the cascade keeps, in the memory of a full cache; merged values are folded once."""
 
 from __future__ import annotations
 
@@ -147,4 +147,4 @@ def test_kv_memory_counts_the_whole_cache_of_a_late_schedule(folder, make_runner
         feed(runner, sequence, ids)
         assert runner.tenancy.arena.nbytes <= parse_bytes(memory)
         budgets[schedule] = sequence.budget
-    assert WINDOW < budgets["cascade"] < budgets["late"] == len(ids)
+    assert WINDOW < budgets["cascade"] < budgets["late"] >= len(ids)
