@@ -22,19 +22,8 @@ import torch
 from torch import Tensor
 
 from .layout import ALIGNMENT, ArenaLayout, ArenaSize, arena_bytes, kv_bytes, table_slots
+from .saved_rows import SavedRows
 from .store import Store
-
-
-@dataclass
-class SavedRows:
-    """A packed copy of all rows: keys and values `[slots, head_dim]`, row by row, and their bookkeeping."""
-
-    keys: Tensor
-    values: Tensor
-    position: Tensor  # int32 [slots]
-    score: Tensor  # fp32 [slots]
-    length: np.ndarray  # int64 [layers, kv_heads]
-    capacity: np.ndarray  # int64 [layers, kv_heads]
 
 
 @dataclass
@@ -97,8 +86,13 @@ class Arena:
         return arena_bytes(self.layout, self.size)
 
     @property
+    def held(self) -> np.ndarray:
+        """Tokens of each row, int64 `[layers, kv_heads]`: its length, and what is packed beside it."""
+        return self.length
+
+    @property
     def kept_slots(self) -> int:
-        return int(self.length.sum())
+        return int(self.held.sum())
 
     @property
     def _end_bytes(self) -> int:
@@ -176,7 +170,7 @@ class Arena:
     def stage(self, layer: int, tokens: int, first_position: int) -> Staged:
         """Views for `tokens` new tokens of a layer, its kept rows moved in front; the new columns are unwritten."""
         layout = self.layout
-        held = tuple(int(n) for n in self.length[layer])
+        held = tuple(int(n) for n in self.held[layer])
         columns = max(held) + tokens
         start = -(-self._kept_end * layout.head_dim * layout.kv_dtype.itemsize // ALIGNMENT) * ALIGNMENT
         count = layout.num_kv_heads * columns
@@ -191,19 +185,27 @@ class Arena:
         fresh = torch.arange(first_position, first_position + tokens, dtype=torch.int32, device=self.device)
         for head, length in enumerate(held):
             if length:
-                old_keys, old_values, old_position = self.row(layer, head)
-                keys[head, :length], values[head, :length] = old_keys, old_values
-                position[head, :length] = old_position
-                offset = int(self.offset[layer, head])
-                score[head, :length] = self.score[offset : offset + length]
+                self._bring(layer, head, *(table[head, :length] for table in (keys, values, position, score)))
             position[head, length : length + tokens] = fresh
             score[head, length : length + tokens] = 0.0
         self.length[layer], self.capacity[layer] = 0, 0
         return Staged(keys, values, position, score, held, tokens)
 
+    def _bring(self, layer: int, head: int, keys: Tensor, values: Tensor, position: Tensor, score: Tensor) -> None:
+        """Copy a row into these `[length, ...]`."""
+        offset = int(self.offset[layer, head])
+        old_keys, old_values, old_position = self.row(layer, head)
+        keys.copy_(old_keys)
+        values.copy_(old_values)
+        position.copy_(old_position)
+        score.copy_(self.score[offset : offset + len(score)])
+
     def shrink(self, layer: int, lengths: tuple[int, ...] | list[int]) -> None:
         """Cut a compacted layer's rows to `lengths` (per KV head). Rows are in order of worth: only lengths change."""
-        assert all(new <= old for new, old in zip(lengths, self.length[layer], strict=True)), "a row never grows"
+        assert all(new <= old for new, old in zip(lengths, self.held[layer], strict=True)), "a row never grows"
+        self._cut(layer, lengths)
+
+    def _cut(self, layer: int, lengths: tuple[int, ...] | list[int]) -> None:
         self.length[layer] = lengths
 
     def keep(self, layer: int, staged: Staged, order: Tensor | None, lengths: list[int], score: Tensor | None) -> None:
@@ -237,6 +239,9 @@ class Arena:
 
     def finish(self, headroom: np.ndarray) -> None:
         """Spread the compacted rows: `headroom` `[layers, 1 or kv_heads]` free slots behind each."""
+        self._spread(headroom)
+
+    def _spread(self, headroom: np.ndarray) -> None:
         self._slide()
         extra = headroom.astype(np.int64) + np.zeros_like(self.length)
         ends = self.first + np.cumsum((self.length + extra).reshape(-1)).reshape(self.length.shape)
@@ -298,7 +303,7 @@ class Arena:
         self.length[:] = self.capacity[:] = saved.length
         self.offset[:] = self.first + (np.cumsum(lengths) - lengths).reshape(saved.length.shape)
         self._read = self.layout.num_layers
-        self.finish(saved.capacity - saved.length)
+        self._spread(saved.capacity - saved.length)
 
     # -- moving -------------------------------------------------------------------------------------------------------
 

@@ -10,19 +10,25 @@ import torch
 
 from ..errors import BudgetError
 from .budget import size_text
+from .quantise import GROUP, code_bytes, value_groups, whole_groups
 
 ALIGNMENT = 64  # bytes: where staging may begin
 
 
 @dataclass(frozen=True)
 class ArenaLayout:
-    """What a slot is: how many rows there are and how wide they are stored."""
+    """What a slot is: how many rows there are and how wide they are stored.
+
+    kv_bits: of the kept tokens outside of the last `window`, which are packed (`quantise.py`); None packs nothing.
+    """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     kv_dtype: torch.dtype
     staging_dtype: torch.dtype
+    kv_bits: int | None = None
+    window: int = 0
 
     @property
     def kept_slot_bytes(self) -> int:
@@ -32,14 +38,22 @@ class ArenaLayout:
 
 @dataclass(frozen=True)
 class ArenaSize:
-    """Slots over all layers and KV heads: kept and staging exist together, decode takes the place of both."""
+    """Slots over all layers and KV heads: kept and staging exist together, decode takes the place of both.
+
+    packed: slots of packed rows, in a store of their own, with whichever there are more of, read or decoded.
+    """
 
     kept: int
     staging: int
     decode: int
+    packed: int = 0
 
     def covers(self, other: ArenaSize, layout: ArenaLayout) -> bool:
-        return kv_bytes(layout, self) >= kv_bytes(layout, other) and table_slots(self) >= table_slots(other)
+        return (
+            kv_bytes(layout, self) >= kv_bytes(layout, other)
+            and table_slots(self) >= table_slots(other)
+            and self.packed >= other.packed
+        )
 
 
 def kv_bytes(layout: ArenaLayout, size: ArenaSize) -> int:
@@ -54,8 +68,16 @@ def table_slots(size: ArenaSize) -> int:
 
 
 def arena_bytes(layout: ArenaLayout, size: ArenaSize) -> int:
-    """Bytes of an arena of this size: keys, values, and the position and score of every slot."""
-    return 2 * kv_bytes(layout, size) + 8 * table_slots(size)
+    """Bytes of an arena of this size: keys, values, and the position and score of every slot, packed ones included."""
+    return 2 * kv_bytes(layout, size) + 8 * table_slots(size) + packed_bytes(layout, size.packed)
+
+
+def packed_bytes(layout: ArenaLayout, slots: int) -> int:
+    """Bytes of packed slots, whole groups of them: codes, scales and minima, position and score."""
+    if layout.kv_bits is None:
+        return 0
+    slot = 2 * code_bytes(layout.head_dim, layout.kv_bits) + 4 * value_groups(layout.head_dim) + 8
+    return slots * slot + slots // GROUP * 4 * layout.head_dim
 
 
 def arena_size(
@@ -84,7 +106,27 @@ def arena_size(
         limit = longest + new_tokens if budget is None else min(budget, longest + new_tokens)
         decode = max(kept, rows * limit) + rows * min(hold, new_tokens + 1)
     reading = kept_limit(rows, budget=None if late else budget, tokens=tokens, held=held)
+    if layout.kv_bits is not None:
+        assert not hold, "packed rows only grow"
+        window, inside = layout.window, min(layout.window, longest)
+        held_inside = min(window, held_longest)
+        behind = max(inside + new_tokens - window, 0) // GROUP * GROUP  # new tokens of a row that are packed in the end
+        return ArenaSize(
+            rows * (inside + min(window + GROUP, held_longest)),
+            layout.num_kv_heads * longest,
+            rows * min(inside + new_tokens, window + GROUP),
+            max(
+                packed_slots(rows, reading, longest, inside) + packed_slots(rows, held, held_longest, held_inside),
+                packed_slots(rows, kept, longest, inside) + rows * behind,
+            ),
+        )
     return ArenaSize(reading + held, layout.num_kv_heads * longest, decode)
+
+
+def packed_slots(rows: int, total: int, longest: int, inside: int) -> int:
+    """The most slots, in whole groups, that rows take which hold `total` together, `inside` of each not packed."""
+    outside = max(total - rows * inside, 0)
+    return min(rows * whole_groups(longest - inside), (outside + rows * (GROUP - 1)) // GROUP * GROUP)
 
 
 def span_start(layout: ArenaLayout, slots: int) -> int:

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import SnapshotError
-from .arena import SavedRows
+from .saved_rows import SavedRows
 
 FORMAT = "cake-infer cache"
 VERSION = 1

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..cache.arena import SavedRows
+from ..cache.saved_rows import SavedRows
 from ..models.rope import Rotary
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...cache.arena import Arena, SavedRows
+from ...cache.arena import Arena
+from ...cache.saved_rows import SavedRows
 from ...cache.layout import arena_size
 from ..prefill import read_through
 from ..runner import Runner

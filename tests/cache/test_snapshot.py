@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from cake_infer.cache import snapshot as module
-from cake_infer.cache.arena import SavedRows
+from cake_infer.cache.saved_rows import SavedRows
 from cake_infer.cache.snapshot import Snapshot, check_target, read_snapshot, write_snapshot
 from cake_infer.errors import SnapshotError
 from safetensors.torch import save_file
@@ -215,7 +215,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path, m
 
 SAVER = """
 import sys, torch, numpy as np
-from cake_infer.cache.arena import SavedRows
+from cake_infer.cache.saved_rows import SavedRows
 from cake_infer.cache.snapshot import Snapshot, write_snapshot
 slots = 1 << 15
 length = np.array([[slots]])

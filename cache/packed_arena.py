@@ -1,0 +1,177 @@
+"""An arena whose rows are in two parts: the window and what came after it as they are, everything else packed.
+
+The part in the arena's own store is in order of position: the window, then the tokens of a reply. When it holds the
+window and enough to fill a group, its oldest tokens become that group (`flush`), so that all but the last `window + 31`
+tokens are packed at any time. The other part are `PackedRows`, the most worth keeping first.
+
+A layer's chosen columns are packed from staging, where they are as they were computed; the cascade shrinks packed rows.
+A later turn widens them in front of the staged tokens, and packs what it keeps of them anew.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .arena import Arena, Staged
+from .layout import ArenaLayout, ArenaSize
+from .packed_rows import TILE, PackedRows
+from .quantise import GROUP
+from .saved_rows import SavedRows, whole
+from .store import Store
+
+
+class PackedArena(Arena):
+    """`length` and `capacity` are those of the part that is not packed; `held` counts both."""
+
+    def __init__(
+        self,
+        layout: ArenaLayout,
+        size: ArenaSize,
+        device: torch.device | str = "cpu",
+        *,
+        store: Store | None = None,
+        first: int = 0,
+        tables: list[np.ndarray] | None = None,
+        packed: PackedRows | None = None,
+    ) -> None:
+        super().__init__(layout, size, device, store=store, first=first, tables=tables)
+        self.packed = packed or PackedRows(layout, size.packed, device)
+        self._scratch = torch.empty(0, dtype=torch.uint8, device=self.device)
+
+    @property
+    def held(self) -> np.ndarray:
+        """See `Arena.held`."""
+        return self.length + self.packed.length
+
+    def clear(self) -> None:
+        """Forget every row."""
+        super().clear()
+        self.packed.clear()
+
+    # -- reading a piece of text --------------------------------------------------------------------------------------
+
+    def begin(self, kept_slots: int, columns: int | None = None) -> None:
+        """See `Arena.begin`."""
+        inside = min(self.layout.window, columns or 0)
+        super().begin(self.layout.num_layers * self.layout.num_kv_heads * inside, columns)
+        self.packed.begin()
+
+    def stage(self, layer: int, tokens: int, first_position: int) -> Staged:
+        """See `Arena.stage`: packed tokens come first, then the others in order of position."""
+        staged = super().stage(layer, tokens, first_position)
+        self.packed.drop(layer)
+        return staged
+
+    def _bring(self, layer: int, head: int, keys: Tensor, values: Tensor, position: Tensor, score: Tensor) -> None:
+        n = int(self.packed.length[layer, head])
+        self.packed.widen(layer, head, keys[:n], values[:n])
+        for target, source in zip((position, score), self.packed.marks(layer, head), strict=True):
+            target[:n] = source
+        super()._bring(layer, head, keys[n:], values[n:], position[n:], score[n:])
+
+    def _cut(self, layer: int, lengths: tuple[int, ...] | list[int]) -> None:
+        self.packed.shrink(layer, np.array(lengths) - self.length[layer])
+
+    def keep(self, layer: int, staged: Staged, order: Tensor | None, lengths: list[int], score: Tensor | None) -> None:
+        """See `Arena.keep`. The window comes first in an order; without one it is the last columns."""
+        inside = min(self.layout.window, min(lengths))
+        outside = [length - inside for length in lengths]
+        if order is None:
+            ends = torch.tensor(lengths, device=self.device)[:, None]
+            window = torch.arange(-inside, 0, device=self.device) + ends
+        else:
+            window = order[:, :inside]
+        super().keep(layer, staged, window, [inside] * len(lengths), score)
+        self.packed.place(layer, outside)
+        for head, length in enumerate(outside):
+            for at in range(0, length, TILE):
+                span = slice(at, min(at + TILE, length))
+                if order is not None:
+                    chosen: Tensor | slice = order[head, inside + span.start : inside + span.stop]
+                else:
+                    chosen = span
+                self.packed.write(
+                    layer,
+                    head,
+                    at,
+                    staged.keys[head][chosen],
+                    staged.values[head][chosen],
+                    staged.position[head][chosen],
+                    0.0 if score is None else score[head][chosen],
+                )
+
+    def finish(self, headroom: np.ndarray) -> None:
+        """See `Arena.finish`: of the new tokens that each row may get, those that leave the window are packed."""
+        new = headroom.astype(np.int64) + np.zeros_like(self.length)
+        window = self.layout.window
+        behind = np.maximum(self.length + new - window, 0)  # tokens that are outside of the window in the end
+        packed = self.packed.length
+        capacity = np.maximum(whole(packed), (packed + behind) // GROUP * GROUP)
+        self._spread(np.minimum(new, window + GROUP - self.length))
+        self.packed.finish(capacity)
+
+    # -- decoding -----------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Before a step: where a row has as many tokens outside of the window as fill a group, they are packed."""
+        window = self.layout.window
+        wanted = GROUP - self.packed.length % GROUP  # the first time a group that is not full is filled up
+        due = self.length >= window + wanted
+        for layer, head in zip(*(at.tolist() for at in due.nonzero()), strict=True):
+            count, length = int(wanted[layer, head]), int(self.length[layer, head])
+            start = int(self.offset[layer, head])
+            gone = slice(start, start + count)
+            self.packed.append(
+                layer, head, self.keys[gone], self.values[gone], self.position[gone], self.score[gone]
+            )
+            self.store.move(start + count, start, length - count)
+            self.length[layer, head] = length - count
+
+    def widened(self, layer: int, head: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values `[held + 1, head_dim]` in a dtype and positions `[held + 1]` of one row: packed, then not.
+
+        With the slot of a newcomer. In buffers that the next call uses again.
+        """
+        n, rest = int(self.packed.length[layer, head]), int(self.length[layer, head]) + 1
+        columns, dim = n + rest, self.layout.head_dim
+        size = columns * dim * dtype.itemsize
+        if self._scratch.numel() < 2 * size + 4 * columns:
+            self._scratch = torch.empty(2 * size + 4 * columns + (size >> 2), dtype=torch.uint8, device=self.device)
+        keys, values = (self._scratch[at : at + size].view(dtype).view(columns, dim) for at in (0, size))
+        position = self._scratch[2 * size : 2 * size + 4 * columns].view(torch.int32)
+        self.packed.widen(layer, head, keys[:n], values[:n])
+        position[:n] = self.packed.marks(layer, head)[0]
+        for target, source in zip((keys, values, position), self.row(layer, head, extra=1), strict=True):
+            target[n:] = source
+        return keys, values, position
+
+    # -- copies of rows -----------------------------------------------------------------------------------------------
+
+    def save(self) -> SavedRows:
+        """See `Arena.save`."""
+        saved = super().save()
+        saved.packed = self.packed.save()
+        return saved
+
+    def holds(self, saved: SavedRows) -> bool:
+        """See `Arena.holds`."""
+        assert saved.packed is not None, "these rows are of another layout"
+        return super().holds(saved) and int(saved.packed.capacity.sum()) <= self.packed.slots
+
+    def load(self, saved: SavedRows) -> None:
+        """See `Arena.load`."""
+        assert saved.packed is not None, "these rows are of another layout"
+        self.packed.load(saved.packed)
+        super().load(saved)
+
+    def settle(self) -> None:
+        """See `Arena.settle`."""
+        self.packed.settle()
+        super().settle()
+
+
+def make_arena(layout: ArenaLayout, size: ArenaSize, device: torch.device | str = "cpu") -> Arena:
+    """An arena of this layout with a store of its own."""
+    return Arena(layout, size, device) if layout.kv_bits is None else PackedArena(layout, size, device)
