@@ -43,7 +43,8 @@ class PackedArena(Arena):
     @property
     def held(self) -> np.ndarray:
         """See `Arena.held`."""
-        return self.length + self.packed.length
+        held: np.ndarray = self.length + self.packed.length
+        return held
 
     def clear(self) -> None:
         """Forget every row."""
@@ -123,9 +124,7 @@ class PackedArena(Arena):
             count, length = int(wanted[layer, head]), int(self.length[layer, head])
             start = int(self.offset[layer, head])
             gone = slice(start, start + count)
-            self.packed.append(
-                layer, head, self.keys[gone], self.values[gone], self.position[gone], self.score[gone]
-            )
+            self.packed.append(layer, head, self.keys[gone], self.values[gone], self.position[gone], self.score[gone])
             self.store.move(start + count, start, length - count)
             self.length[layer, head] = length - count
 

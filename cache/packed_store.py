@@ -35,11 +35,10 @@ class PackedStore:
             with torch.inference_mode(False):  # inference tensors could not be written to outside
                 self.key_codes = torch.empty(slots, codes, dtype=torch.uint8, device=device)
                 self.value_codes = torch.empty(slots, codes, dtype=torch.uint8, device=device)
-                halves = {"dtype": torch.float16, "device": device}
-                self.key_scale = torch.empty(slots // GROUP, layout.head_dim, **halves)
-                self.key_minimum = torch.empty(slots // GROUP, layout.head_dim, **halves)
-                self.value_scale = torch.empty(slots, groups, **halves)
-                self.value_minimum = torch.empty(slots, groups, **halves)
+                self.key_scale = torch.empty(slots // GROUP, layout.head_dim, dtype=torch.float16, device=device)
+                self.key_minimum = torch.empty_like(self.key_scale)
+                self.value_scale = torch.empty(slots, groups, dtype=torch.float16, device=device)
+                self.value_minimum = torch.empty_like(self.value_scale)
                 self.position = torch.zeros(slots, dtype=torch.int32, device=device)
                 self.score = torch.zeros(slots, dtype=torch.float32, device=device)
         except RuntimeError:  # torch's own out-of-memory errors derive from it

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...cache.arena import Arena
-from ...cache.saved_rows import SavedRows
 from ...cache.layout import arena_size
+from ...cache.saved_rows import SavedRows
 from ..prefill import read_through
 from ..runner import Runner
 from ..sequence import Sequence as TextSequence

@@ -46,8 +46,10 @@ def test_every_code_scale_and_minimum_is_that_of_the_formula(bits, n, dim):
     key_codes, key_scale, key_minimum = pack_keys(keys, bits)
     value_codes, value_scale, value_minimum = pack_values(values, bits)
     slots = -(-n // G) * G
-    assert key_codes.shape == (slots, code_bytes(dim, bits)) and key_scale.shape == (slots // G, dim)
-    assert value_codes.shape == (n, code_bytes(dim, bits)) and value_scale.shape == (n, value_groups(dim))
+    assert key_codes.shape == (slots, code_bytes(dim, bits))
+    assert key_scale.shape == (slots // G, dim)
+    assert value_codes.shape == (n, code_bytes(dim, bits))
+    assert value_scale.shape == (n, value_groups(dim))
     wide = G if dim % G == 0 else dim
     assert value_groups(dim) == dim // wide
     wide_keys, wide_values = np.zeros((n, dim)), np.zeros((n, dim))
@@ -72,8 +74,8 @@ def test_every_code_scale_and_minimum_is_that_of_the_formula(bits, n, dim):
     np.testing.assert_allclose(found, wide_values, rtol=1e-6, atol=1e-5)
     # half a step, and what fp16 rounds off scale and minimum
     for exact, wide_numbers in ((keys, wide_keys), (values, wide_values)):
-        span = (exact.max() - exact.min()).item()
-        assert np.abs(exact.double().numpy() - wide_numbers).max() <= span / (2**bits - 1) / 2 + exact.abs().max() / 1000
+        bound = (exact.max() - exact.min()) / (2**bits - 1) / 2 + exact.abs().max() / 1000
+        assert np.abs(exact.double().numpy() - wide_numbers).max() <= bound.item()
 
 
 @pytest.mark.parametrize("bits", KV_BITS)
@@ -89,7 +91,8 @@ def test_groups_that_are_constant_tiny_or_huge_stay_close_to_what_they_were(bits
         for pack, widen in ((pack_keys, widen_keys), (pack_values, widen_values)):
             out = torch.full((G, 4), float("nan"))
             codes, scale, minimum = pack(numbers.contiguous(), bits)
-            assert scale.isfinite().all() and minimum.isfinite().all()
+            assert scale.isfinite().all()
+            assert minimum.isfinite().all()
             widen(out, codes, scale, minimum, bits)
             assert (out - numbers).abs().max() <= tolerance
 
@@ -112,7 +115,8 @@ def test_slots_behind_the_last_one_do_not_move_the_scale_of_its_group():
     codes, scale, minimum = pack_keys(keys, 4)
     again, same_scale, same_minimum = pack_keys(keys[G:], 4)
     assert torch.equal(codes[G:40], again[:8])
-    assert torch.equal(scale[1:], same_scale) and torch.equal(minimum[1:], same_minimum)
+    assert torch.equal(scale[1:], same_scale)
+    assert torch.equal(minimum[1:], same_minimum)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
