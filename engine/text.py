@@ -94,21 +94,58 @@ def decode_input(data: bytes, name: str) -> str:
 
     PromptError in one line, with `name` and the byte offset, for UTF-16, UTF-32, binary data and invalid UTF-8.
     """
-    for mark, encoding in _BYTE_ORDER_MARKS.items():
-        if data.startswith(mark):
-            raise PromptError(f"{name}: is {encoding} (byte order mark at byte 0): convert it to UTF-8 first")
-    nul = data.find(b"\0")
-    if nul >= 0:
-        if _looks_like_utf16(data):
-            raise PromptError(f"{name}: looks like UTF-16 (NUL at byte {nul}): convert it to UTF-8 first")
-        raise PromptError(f"{name}: is a binary file and not text, it has a NUL (at byte {nul})")
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise PromptError(
-            f"{name}: is not UTF-8 text (0x{data[error.start]:02x} at byte {error.start}): convert it to UTF-8 first"
-        ) from error
-    return text.removeprefix("\ufeff").replace("\r\n", "\n")
+    reader = TextReader(name)
+    return reader.push(data) + reader.finish()
+
+
+class TextReader:
+    """The text of a UTF-8 file whose bytes come bit by bit: all that is returned, joined, is that of `decode_input`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._held = b""  # the beginning of a character, of a line end, or of the file
+        self._at = 0  # bytes in front of them
+
+    def push(self, data: bytes) -> str:
+        """The text that is certain. Raises PromptError, with the byte offset in the whole, as `decode_input`."""
+        return self._decode(data, final=False)
+
+    def finish(self) -> str:
+        """The rest; PromptError where a character is cut off."""
+        return self._decode(b"", final=True)
+
+    def _decode(self, data: bytes, *, final: bool) -> str:
+        data, name = self._held + data, self._name
+        if self._at == 0:
+            if len(data) < 4 and not final:
+                self._held = data
+                return ""
+            for mark, encoding in _BYTE_ORDER_MARKS.items():
+                if data.startswith(mark):
+                    raise PromptError(f"{name}: is {encoding} (byte order mark at byte 0): convert it to UTF-8 first")
+        nul = data.find(b"\0")
+        if nul >= 0:
+            at = self._at + nul
+            if _looks_like_utf16(data):
+                raise PromptError(f"{name}: looks like UTF-16 (NUL at byte {at}): convert it to UTF-8 first")
+            raise PromptError(f"{name}: is a binary file and not text, it has a NUL (at byte {at})")
+        end = len(data)
+        if not final and data.endswith(b"\r"):
+            end -= 1
+        try:
+            text = data[:end].decode("utf-8")
+        except UnicodeDecodeError as error:
+            if final or error.reason != "unexpected end of data":
+                raise PromptError(
+                    f"{name}: is not UTF-8 text (0x{data[error.start]:02x} at byte {self._at + error.start}): convert "
+                    "it to UTF-8 first"
+                ) from error
+            end = error.start
+            text = data[:end].decode("utf-8")
+        if self._at == 0:
+            text = text.removeprefix("\ufeff")
+        self._held, self._at = data[end:], self._at + end
+        return text.replace("\r\n", "\n")
 
 
 def check_text(text: str, name: str) -> str:

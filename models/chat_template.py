@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,26 @@ from ..errors import PromptError, TokenizerError
 from .jinja_template import compile_template
 from .literal_marks import LiteralMarks
 from .token_files import read_json
-from .tokenizer import Tokenizer
+from .tokenizer import Span, Tokenizer
 
 ROLES = ("system", "user", "assistant")
+EDGE = "\u2005"  # white space that no template writes, so that it shows whether a message's is stripped
 Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What stands before and after a message's text, and where in both no control token may be seen.
+
+    strips_start, strips_end: whether white space there is left out of the text.
+    """
+
+    before: str
+    literals_before: tuple[Span, ...]
+    after: str
+    literals_after: tuple[Span, ...]
+    strips_start: bool
+    strips_end: bool
 
 
 class ChatTemplate:
@@ -69,6 +86,34 @@ class ChatTemplate:
         marks = self._marks([message["content"] for message in prepared])
         rendered = self._render(_marked(prepared, marks), add_generation_prompt, extra)
         return self.tokenizer.with_one_bos(self.tokenizer.encode_with_literals(*marks.unmark(rendered)))
+
+    def around(self, messages: Sequence[Message]) -> Surroundings:
+        """What the template writes around the text of the last message, which has yet to come: its content is ignored.
+
+        Raises PromptError where the template does more with a message than to write it down.
+        """
+        prepared = self._prepare([*messages[:-1], {**messages[-1], "content": ""}])
+        marks = self._marks([message["content"] for message in prepared])
+        prepared = _marked(prepared, marks)
+        prepared[-1]["content"] += f"{EDGE}{marks.other}{EDGE}"
+        text, spans = marks.unmark(self._render(prepared, True, {}))
+        before, found, after = text.partition(marks.other)
+        if not found or marks.other in after:
+            raise PromptError(
+                f"{self._where}: the chat template does not write a message as it stands, so none can come in pieces: "
+                "read the text whole, or raw"
+            )
+        split = len(before)
+        strips = not before.endswith(EDGE), not after.startswith(EDGE)
+        before = before if strips[0] else before[:-1]
+        first = split + len(found) + (not strips[1])
+        return Surroundings(
+            before,
+            tuple((start, end) for start, end in spans if end <= len(before)),
+            text[first:],
+            tuple((start - first, end - first) for start, end in spans if start >= first),
+            *strips,
+        )
 
     def encode_turn(self, message_text: str, *, finished_by: int | None = None) -> list[int]:
         """The ids that a further user message adds after a reply of the assistant.
