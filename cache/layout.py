@@ -12,6 +12,8 @@ from ..errors import BudgetError
 from .budget import size_text
 from .quantise import GROUP, code_bytes, value_groups, whole_groups
 
+# the longest row of a text that is read in pieces, in budgets, as far as an arena is made for it beforehand
+LONGEST_ROW = 2
 ALIGNMENT = 64  # bytes: where staging may begin
 
 
@@ -127,6 +129,25 @@ def packed_slots(rows: int, total: int, longest: int, inside: int) -> int:
     """The most slots, in whole groups, that rows take which hold `total` together, `inside` of each not packed."""
     outside = max(total - rows * inside, 0)
     return min(rows * whole_groups(longest - inside), (outside + rows * (GROUP - 1)) // GROUP * GROUP)
+
+
+def continued_size(
+    layout: ArenaLayout, *, budget: int, piece: int, new_tokens: int, hold: int = 0, late: bool = False
+) -> ArenaSize:
+    """Slots that reading any number of pieces of `piece` tokens one after another needs, as a rule.
+
+    See `arena_size`. Rows hold the whole budget beside each piece; the longest is taken to be `LONGEST_ROW` budgets.
+    """
+    return arena_size(
+        layout,
+        budget=budget,
+        tokens=piece,
+        new_tokens=new_tokens,
+        hold=hold,
+        held=layout.num_layers * layout.num_kv_heads * budget,
+        held_longest=LONGEST_ROW * budget,
+        late=late,
+    )
 
 
 def span_start(layout: ArenaLayout, slots: int) -> int:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
 
@@ -28,6 +28,8 @@ from .loading import (
 )
 from .memory import check_memory, plan_run, weights_of
 from .options import EngineOptions
+from .pieces import piece_size, prompt_pieces
+from .piecewise import check_pieces
 from .reply import OnProgress, reply
 from .results import Piece, Result, collect
 from .runner import Runner
@@ -165,11 +167,12 @@ class Engine:
 
     def stream(
         self,
-        prompt: str | None = None,
+        prompt: str | Iterator[str] | None = None,
         *,
         messages: list[Message] | None = None,
         ids: Sequence[int] | None = None,
         cache: Document | None = None,
+        stream_prefill: bool | int | None = None,
         config: GenerationConfig | None = None,
         on_progress: OnProgress | None = None,
         **options: Any,
@@ -178,12 +181,19 @@ class Engine:
 
         Give one of `prompt` (a plain text, continued as it stands), `messages` (rendered by the model's chat template)
         and `ids`. With `cache` the prompt, a text or ids, is a question behind a document that `compress` has read.
+        `stream_prefill` (tokens of a piece, True for 2,048) reads the prompt in pieces, each evicted from before the
+        next is read: memory is that of a piece, and attention linear in the text. Then the prompt, or the last
+        message's content, may also be an iterator of texts, such as an open file, which is read as it comes.
         Options are the fields of GenerationConfig, as keywords or in `config`. Closing the iterator early ends the
-        reply and frees its rows. Wrong input raises here, not at the first piece.
+        reply and frees its rows. Wrong input raises here, not at the first piece; of a text that comes, when it comes.
         """
         _ = self.runner
-        prompt_ids = self.encode(prompt, messages=messages, ids=ids, cache=cache)
         generation = self._generation(config, options)
+        if (size := piece_size(stream_prefill)) is not None:
+            pieces = prompt_pieces(self, prompt, messages, ids, cache, size)
+            check_pieces(self.runner, pieces, generation.max_new_tokens or 0)
+            return reply(self, TextSequence(), pieces, generation, on_progress=on_progress)
+        prompt_ids = self.encode(cast("str | None", prompt), messages=messages, ids=ids, cache=cache)
         before = 0 if cache is None else cache.tokens
         room_for_reply(before + len(prompt_ids), generation.max_new_tokens or 0, self.context)
         sequence = TextSequence() if cache is None else open_document(self, cache)
@@ -192,8 +202,10 @@ class Engine:
     @overload
     def generate(self, prompt: list[Prompt], **options: Any) -> list[Result]: ...
     @overload
-    def generate(self, prompt: str | None = None, **options: Any) -> Result: ...
-    def generate(self, prompt: str | list[Prompt] | None = None, **options: Any) -> Result | list[Result]:
+    def generate(self, prompt: str | Iterator[str] | None = None, **options: Any) -> Result: ...
+    def generate(
+        self, prompt: str | Iterator[str] | list[Prompt] | None = None, **options: Any
+    ) -> Result | list[Result]:
         """Generate a whole reply; see `stream` for the arguments.
 
         A list of prompts gives a list of results. Each prompt is a text, a list of messages or a list of ids; `config`
@@ -204,7 +216,7 @@ class Engine:
         document: Document | None = options.get("cache")
         if document is not None:
             questions = prompt if isinstance(prompt, list) else [prompt]
-            results = [answer(self, document, question, **options) for question in questions]
+            results = [answer(self, document, cast("Prompt | None", one), **options) for one in questions]
             return results if isinstance(prompt, list) else results[0]
         if isinstance(prompt, list):
             if options.get("messages") is not None or options.get("ids") is not None:
@@ -212,7 +224,11 @@ class Engine:
             return generate_list(self, prompt, **options)
         if "batch" in options:
             raise OptionError("batch says how many of a list of prompts are decoded together: there is one prompt")
-        ids = self.encode(prompt, messages=options.pop("messages", None), ids=options.pop("ids", None))
+        if piece_size(options.get("stream_prefill")) is not None:
+            return collect(self.stream(prompt, **options), [])
+        ids = self.encode(
+            cast("str | None", prompt), messages=options.pop("messages", None), ids=options.pop("ids", None)
+        )
         return collect(self.stream(ids=ids, **options), ids)
 
     def chat(self, system: str | None = None) -> Chat:

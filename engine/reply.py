@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from ..cache.budget import Budget
 from .generation import GenerationConfig
 from .picker import Token
+from .pieces import Pieces
+from .piecewise import OnTokens
 from .results import FinishReason, Piece, Progress
 from .sequence import Sequence
 from .statistics import Statistics, mean_length, peak_memory_bytes
@@ -23,12 +25,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OnProgress = Callable[[Progress], None]
+CONTEXT = 64  # of the prompt's last ids, for the text of a reply that begins in the middle of a character
 
 
 def reply(
     engine: Engine,
     sequence: Sequence,
-    prompt_ids: list[int],
+    prompt_ids: list[int] | Pieces,
     generation: GenerationConfig,
     *,
     on_progress: OnProgress | None = None,
@@ -37,29 +40,37 @@ def reply(
 ) -> Generator[Piece, None, None]:
     """Feed `prompt_ids` to a sequence and yield the reply. `generation` is resolved; see `Engine.stream`.
 
+    Ids that come in pieces are read as they come.
+
     The end token is not part of the reply; then, and where only held-back text is left, the last piece has no id.
     """
     if not sequence.total and sequence.budget is None and engine.cache.policy != "full":
-        tell_if_raised(Budget.parse(engine.cache.budget), len(prompt_ids), engine.cache.window)
-    written = Written(engine, sequence, prompt_ids, generation, timing or Timing())
-    tokens = engine.runner.generate(
+        tokens = prompt_ids.tokens if isinstance(prompt_ids, Pieces) else len(prompt_ids)
+        if tokens is not None:
+            tell_if_raised(Budget.parse(engine.cache.budget), tokens, engine.cache.window)
+    timing = timing or Timing()
+    whole = None if isinstance(prompt_ids, Pieces) else prompt_ids
+    written = None if whole is None else Written(engine, sequence, whole, generation, timing)
+    chosen = engine.runner.generate(
         sequence,
         prompt_ids,
         generation,
         stop_ids=engine.stop_ids,
         on_chunk=chunk_reporter(engine.config.num_layers, on_progress),
-        timing=written.timing,
+        on_tokens=token_reporter(on_progress),
+        timing=timing,
         conversation=conversation,
         on_wait=wait_reporter(on_progress),
     )
-    with closing(tokens):
-        for token in tokens:
+    with closing(chosen):
+        for token in chosen:
+            written = written or Written(engine, sequence, sequence.ids[-CONTEXT:], generation, timing)
             piece = written.push(token)
             if piece is not None:
                 yield piece
             if written.finished:
                 break
-    yield written.end()
+    yield (written or Written(engine, sequence, sequence.ids[-CONTEXT:], generation, timing)).end()
 
 
 def tell_if_raised(budget: Budget, prompt_tokens: int, window: int) -> None:
@@ -117,6 +128,7 @@ class Written:
         full = timing.total * layout.num_layers * layout.num_kv_heads
         return Statistics(
             prompt_tokens=timing.prompt_tokens,
+            pieces=timing.pieces,
             prefill_s=timing.prefill_s,
             kept_tokens=mean_length(timing.lengths),
             full_tokens=timing.total,
@@ -143,6 +155,18 @@ def chunk_reporter(layers: int, on_progress: OnProgress | None) -> Callable[[int
 
     def report(layer: int, done: int, tokens: int) -> None:
         callback(Progress("prefill", layer * tokens + done, layers * tokens, layer, layers))
+
+    return report
+
+
+def token_reporter(on_progress: OnProgress | None) -> OnTokens | None:
+    """Tells `on_progress` how many tokens of a text that comes in pieces have been read."""
+    if on_progress is None:
+        return None
+    callback = on_progress
+
+    def report(tokens: int, total: int | None) -> None:
+        callback(Progress("prefill", tokens, max(total or 0, 0), tokens=tokens))
 
     return report
 

@@ -55,14 +55,17 @@ class Result:
 @dataclass(frozen=True)
 class Progress:
     """How far a stage has come: `done` of `total` (bytes of load and download, characters of tokenize, token-layers of
-    prefill). A total of 0 is unknown: "compile" is reported about ten times a second until it is over.
+    prefill). A total of 0 is unknown: "compile" is reported about ten times a second until it is over, and so is "wait"
+    while text is waited for. tokens: with "prefill" of a text that is read in pieces, how many of its tokens have been
+    read; `done` and `total` are tokens then, the total as far as it is known.
     """
 
-    stage: Literal["load", "download", "tokenize", "prefill", "compile"]
+    stage: Literal["load", "download", "tokenize", "prefill", "compile", "wait"]
     done: int
     total: int
     layer: int | None = None
     num_layers: int | None = None
+    tokens: int | None = None
 
     @property
     def share(self) -> float:

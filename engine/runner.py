@@ -7,7 +7,6 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,8 +27,10 @@ from .attention.choose import Setting
 from .fitting import Fit, fit_piece
 from .generation import GenerationConfig
 from .graph import Ahead
-from .holding import start_rule
+from .headroom import make_room
 from .picker import Picker, Token
+from .pieces import Pieces
+from .piecewise import OnTokens
 from .scoring import score_tokens
 from .seat import Seat
 from .sequence import Checkpoint, QueryRing, Sequence
@@ -226,11 +227,12 @@ class Runner:
     def generate(
         self,
         sequence: Sequence,
-        ids: list[int],
+        ids: list[int] | Pieces,
         generation: GenerationConfig,
         *,
         stop_ids: frozenset[int] = frozenset(),
         on_chunk: OnChunk | None = None,
+        on_tokens: OnTokens | None = None,
         on_wait: OnWait | None = None,
         timing: Timing | None = None,
         conversation: bool = False,
@@ -243,6 +245,7 @@ class Runner:
             generation,
             stop_ids=stop_ids,
             on_chunk=on_chunk,
+            on_tokens=on_tokens,
             on_wait=on_wait,
             timing=timing or Timing(),
             conversation=conversation,
@@ -300,17 +303,13 @@ class Runner:
             window_pass=self._window_pass,
             observer=observer,
         )
-        length = arena.length
-        headroom = np.full_like(length, new_tokens)
-        sequence.limit = None
-        if self.hold and (sequence.fixed or sequence.budget is not None):
-            whole = sequence.budget is not None and sequence.total <= sequence.budget
-            sequence.limit = np.full_like(length, sequence.budget) if whole else length.copy()
-            headroom = np.minimum(sequence.limit - length + self.cache.spare, new_tokens + 1)
-        arena.finish(headroom)
-        if self.rule is not None and sequence.limit is not None:
-            start_rule(arena, self.rule, goes_on="carried" in policy.needs)
+        self.make_room(arena, sequence, new_tokens)
         return self.decoder.logits(hidden)[0]
+
+    def make_room(self, arena: Arena, sequence: Sequence, new_tokens: int) -> None:
+        """Room for a reply behind a text that has been read, see `headroom`."""
+        carried = "carried" in self.policy(sequence.budget).needs
+        make_room(arena, sequence, new_tokens, self.cache, self.rule, carried=carried)
 
     def checkpoint(self, sequence: Sequence) -> Checkpoint:
         """A copy of everything that feeding the sequence may change."""

@@ -13,7 +13,8 @@ from pathlib import Path
 class Statistics:
     """What one reply cost. Times in seconds, sizes in bytes; every field has a neutral default.
 
-    prompt_tokens: tokens that this reply's prefill read, in prefill_s seconds.
+    prompt_tokens: tokens that this reply's prefill read, in prefill_s seconds; pieces: in how many pieces, each evicted
+        from before the next was read (0 for a text that was read whole).
     kept_tokens, full_tokens: tokens a layer and KV head holds after the prefill on average, and would hold had nothing
         been evicted (earlier turns included); kept_bytes, full_bytes: the same in bytes of keys and values.
     layer_lengths: [L][K] kept tokens after the prefill.
@@ -24,6 +25,7 @@ class Statistics:
     """
 
     prompt_tokens: int = 0
+    pieces: int = 0
     prefill_s: float = 0.0
     kept_tokens: float = 0
     full_tokens: int = 0
@@ -57,7 +59,8 @@ class Statistics:
 
     def line(self) -> str:
         """One line: prompt and rate | kept of full cache | reply and rate | peak memory | policy."""
-        parts = [f"prompt {self.prompt_tokens:,} tok{_per_second(self.prefill_rate)}"]
+        pieces = f" in {self.pieces:,} piece{'s' * (self.pieces != 1)}" if self.pieces else ""
+        parts = [f"prompt {self.prompt_tokens:,} tok{pieces}{_per_second(self.prefill_rate)}"]
         if self.kept_share is not None:
             kept, full = _count(self.kept_tokens), f"{self.full_tokens:,}"
             size = f", {_sizes(self.kept_bytes, self.full_bytes)}" if self.full_bytes > 0 else ""

@@ -88,7 +88,10 @@ class Tenancy:
 
     def reserve(self, sequence: Sequence, budget: int | None, tokens: int, new_tokens: int) -> None:
         """Make the arena large enough for a piece and its reply; the active sequence's rows stay."""
-        size = self.size_for(sequence, budget, tokens, new_tokens)
+        self.enlarge(sequence, self.size_for(sequence, budget, tokens, new_tokens))
+
+    def enlarge(self, sequence: Sequence, size: ArenaSize) -> None:
+        """An arena of at least this size for a sequence, whose rows stay."""
         if self.arena.size.covers(size, self.layout):
             return
         self.set_aside()

@@ -10,6 +10,7 @@ class Timing:
     """What one reply took, filled in while it runs."""
 
     prompt_tokens: int = 0
+    pieces: int = 0  # in which they were read, 0 for a text that was read whole
     prefill_s: float = 0.0
     decode_s: float = 0.0
     decode_steps: int = 0

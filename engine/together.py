@@ -16,6 +16,7 @@ from .document import Document
 from .encoding import listed_ids
 from .generation import GenerationConfig
 from .memory import NEAR_LIMIT, plan_run, together_within
+from .pieces import piece_size
 from .reply import OnProgress, Written, tell_if_raised, wait_reporter
 from .results import Piece, Progress, Result, collect
 from .runner import Runner
@@ -52,9 +53,12 @@ def generate_list(
     batch: int = MOST_TOGETHER,
     config: GenerationConfig | list[GenerationConfig] | None = None,
     on_progress: OnProgress | None = None,
+    stream_prefill: object = None,
     **options: Any,
 ) -> list[Result]:
     """The replies to a list of prompts, checked first, see `Engine.generate`."""
+    if piece_size(stream_prefill) is not None:
+        raise OptionError("the prompts of a list are read whole: leave the option stream_prefill out, or give one")
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
         raise OptionError(f"batch is a whole number of prompts, at least 1, not {batch!r}")
     configs = config if isinstance(config, list) else [config] * len(prompts)

@@ -10,6 +10,8 @@ import torch
 
 from .generation import GenerationConfig
 from .picker import Picker, Token
+from .pieces import Pieces
+from .piecewise import OnTokens, read_pieces
 from .seat import Seat
 from .sequence import Sequence
 from .stepper import OnWait
@@ -24,27 +26,39 @@ OnChunk = Callable[[int, int, int], None]
 def stream_tokens(
     runner: Runner,
     sequence: Sequence,
-    ids: list[int],
+    ids: list[int] | Pieces,
     generation: GenerationConfig,
     *,
     stop_ids: frozenset[int],
     on_chunk: OnChunk | None,
+    on_tokens: OnTokens | None,
     on_wait: OnWait | None,
     timing: Timing,
     conversation: bool,
 ) -> Generator[Token, None, None]:
     """Feed `ids` to a sequence and yield the reply's tokens one by one; `generation` is resolved.
 
+    Ids that come in pieces are read by `read_pieces`, and `on_tokens` is told of them, not `on_chunk`.
+
     The last token that is yielded has not been fed. The reply ends with a stop token ("stop"), with max_new_tokens,
     or where the model's context ends ("length"). The repetition penalty counts all of the sequence's ids as prompt.
     """
-    tenancy, window = runner.tenancy, runner.cache.window
+    tenancy, window, wanted = runner.tenancy, runner.cache.window, generation.max_new_tokens or 0
+    if isinstance(ids, Pieces):
+        logits, limit = read_pieces(
+            runner, sequence, ids, wanted, timing=timing, conversation=conversation, on_tokens=on_tokens
+        )
     with runner.access.alone():
-        limit = runner.prepare(sequence, len(ids), generation.max_new_tokens or 0, conversation=conversation)
-        started = time.perf_counter()
-        with runner.access.whole(sequence):
-            logits = runner.feed(sequence, ids, limit, on_chunk=on_chunk)
-        timing.prompt_tokens, timing.prefill_s = len(ids), time.perf_counter() - started
+        if isinstance(ids, Pieces):
+            tenancy.activate(sequence)
+            tenancy.reserve(sequence, sequence.budget, 0, limit)
+            runner.make_room(tenancy.arena, sequence, limit)
+        else:
+            limit = runner.prepare(sequence, len(ids), wanted, conversation=conversation)
+            started = time.perf_counter()
+            with runner.access.whole(sequence):
+                logits = runner.feed(sequence, ids, limit, on_chunk=on_chunk)
+            timing.prompt_tokens, timing.prefill_s = len(ids), time.perf_counter() - started
         timing.total = sequence.total
         timing.lengths = tuple(tuple(int(n) for n in row) for row in tenancy.arena.length)
         picker = runner.picker(sequence, generation, limit, stop_ids)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cake_infer.engine.text import TextStream, check_text, decode_input
+from cake_infer.engine.text import TextReader, TextStream, check_text, decode_input
 from cake_infer.errors import OptionError, PromptError
 from cake_infer.models.tokenizer import Tokenizer
 from hypothesis import example, given, settings
@@ -299,3 +299,21 @@ def test_lone_surrogates_are_refused_with_name_and_offset():
         check_text("é!\ud800bad", "prompt")
     with pytest.raises(PromptError, match=r"0xff at byte 2\)$"):
         check_text(b"ok\xff".decode("utf-8", "surrogateescape"), "input line")
+
+
+def read_bit_by_bit(data, step):
+    reader = TextReader("doc.txt")
+    read = [reader.push(data[at : at + step]) for at in range(0, len(data), step)]
+    return "".join(read) + reader.finish()
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7])
+def test_a_file_whose_bytes_come_bit_by_bit_has_the_text_of_the_whole(step):
+    for text in ("\ufeffa\r\nb\rc\r\r\n\U0001f469 \u732b\n", "\r\n", "\ufeff", "", "\u732b", "a\ufeff\r"):
+        assert read_bit_by_bit(text.encode(), step) == decode_input(text.encode(), "doc.txt")
+    for data in (b"abc\xff" * 3, b"ab\x00cd" + b"x" * 9, "\u732b".encode()[:2], b"abcde\xe7\x8c", b"ab\xe7x" * 4):
+        with pytest.raises(PromptError) as whole:
+            decode_input(data, "doc.txt")
+        with pytest.raises(PromptError) as parts:
+            read_bit_by_bit(data, step)
+        assert str(parts.value) == str(whole.value), data

@@ -481,3 +481,31 @@ def test_a_turn_the_template_refuses_is_a_prompt_error(byte_tokenizer):
 )
 def test_a_conversation_that_would_be_rendered_otherwise_is_recognised(byte_tokenizer, name, messages, differs):
     assert ChatTemplate(TEMPLATES[name], byte_tokenizer).differs_from_full_render(messages) is differs
+
+
+# A message that comes in parts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "drops_thinking"])
+@pytest.mark.parametrize("system", [None, "Be <|im_end|> brief. "])
+@pytest.mark.parametrize("text", ["  the text\n\u2003of <|im_start|>it \n", "<s>", "|im_end|>x<|im_"])
+def test_what_stands_around_a_message_and_the_message_are_the_whole(tokenizers, kind, name, system, text):
+    template = ChatTemplate(TEMPLATES[name], tokenizers[kind])
+    before = [] if system is None else [{"role": "system", "content": system}]
+    expected = template.encode([*before, {"role": "user", "content": text}])
+    around = template.around([*before, {"role": "user", "content": "ignored"}])
+    text = text.lstrip() if around.strips_start else text
+    text = text.rstrip() if around.strips_end else text
+    whole = around.before + text + around.after
+    start = len(around.before)
+    literals = [*around.literals_before, (start, start + len(text))]
+    literals += [(a + start + len(text), b + start + len(text)) for a, b in around.literals_after]
+    assert tokenizers[kind].with_one_bos(tokenizers[kind].encode_with_literals(whole, literals)) == expected
+    assert (around.strips_start, around.strips_end) == (name == "llama2" and system is None, name == "llama2")
+
+
+def test_a_message_that_a_template_does_more_with_cannot_come_in_parts(tokenizers):
+    for source in ("{{ messages[0].content }}{{ messages[0].content }}", "{{ messages[0].content | length }}"):
+        with pytest.raises(PromptError, match="does not write a message as it stands"):
+            ChatTemplate(source, tokenizers["byte"]).around([{"role": "user", "content": ""}])
