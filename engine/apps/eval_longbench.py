@@ -76,7 +76,7 @@ def measure(
     """The records of this run, old ones and new ones."""
     from ..evaluation.campaign import Campaign, Item
     from ..evaluation.metrics import score
-    from ..evaluation.replies import greedy_reply
+    from ..evaluation.replies import greedy_replies
     from ..evaluation.study import read
 
     tokenizer = engine.text_tokenizer()
@@ -102,14 +102,18 @@ def measure(
         def ended(ids: list[int]) -> bool:
             return one_line and "\n" in tokenizer.decode(ids[-1:])
 
-        results = []
-        for kept in reading.kept:
-            ids = greedy_reply(
-                engine.runner, reading, kept, suffix, tokens, stop_ids=engine.stop_ids, ended=ended, not_first=never
-            )
-            reply = tokenizer.decode(ids)
-            results.append({"reply": reply, "score": score(row.task, reply, row.answers, row.classes)})
-        return results
+        said = greedy_replies(
+            engine.runner,
+            reading,
+            reading.kept,
+            suffix,
+            tokens,
+            stop_ids=engine.stop_ids,
+            ended=ended,
+            not_first=never,
+        )
+        replies = [tokenizer.decode(ids) for ids in said]
+        return [{"reply": reply, "score": score(row.task, reply, row.answers, row.classes)} for reply in replies]
 
     base = base_key("longbench", args, comparison) | {"new_tokens": args.tokens or 0}
     campaign = Campaign(

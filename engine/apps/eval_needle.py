@@ -134,7 +134,7 @@ def measure(
     """The records of this run, old ones and new ones."""
     from ..evaluation.campaign import Campaign, Item
     from ..evaluation.encoding import encode_row
-    from ..evaluation.replies import greedy_reply
+    from ..evaluation.replies import greedy_replies
     from ..evaluation.study import read
 
     tokenizer = engine.text_tokenizer()
@@ -163,12 +163,9 @@ def measure(
         reading = read(
             engine.runner, list(item.encoded.prefix), cells, new_tokens=len(suffix) + args.tokens, on_chunk=on_chunk
         )
-        found = []
-        for kept in reading.kept:
-            ids = greedy_reply(engine.runner, reading, kept, suffix, args.tokens, stop_ids=engine.stop_ids)
-            reply = tokenizer.decode(ids)
-            found.append({"reply": reply, "score": hunts[item.name].score(reply)})
-        return found
+        said = greedy_replies(engine.runner, reading, reading.kept, suffix, args.tokens, stop_ids=engine.stop_ids)
+        replies = [tokenizer.decode(ids) for ids in said]
+        return [{"reply": reply, "score": hunts[item.name].score(reply)} for reply in replies]
 
     base = base_key("needle", args, comparison) | {"new_tokens": args.tokens}
     campaign = Campaign(

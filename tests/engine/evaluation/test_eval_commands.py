@@ -36,7 +36,8 @@ def test_needles_are_scored_by_length_and_depth_and_a_rerun_reads_nothing(go, tm
     def reply(runner, reading, kept, suffix, tokens, **options):
         """The full cache finds what it is asked for, a policy does not."""
         asked.append((reading.tokens, len(suffix), tokens))
-        return [] if kept is not None else numbers.pop(0)
+        number = numbers.pop(0)
+        return [[] if one is not None else number for one in kept]
 
     tokenizer = None
     read = study.read
@@ -48,7 +49,7 @@ def test_needles_are_scored_by_length_and_depth_and_a_rerun_reads_nothing(go, tm
         return read(runner, ids, cells, **options)
 
     numbers: list[list[int]] = []
-    monkeypatch.setattr(replies, "greedy_reply", reply)
+    monkeypatch.setattr(replies, "greedy_replies", reply)
     monkeypatch.setattr(study, "read", reading)
     load = Engine.load
 
@@ -134,7 +135,7 @@ def test_longbench_replies_are_scored_by_task(go, tmp_path, capsys, monkeypatch)
 
     def reply(runner, reading, kept, suffix, tokens, **options):
         asked.append(tokens)
-        return encode("fox") if kept is None else []
+        return [encode("fox") if one is None else [] for one in kept]
 
     load = Engine.load
     encode = None
@@ -146,7 +147,7 @@ def test_longbench_replies_are_scored_by_task(go, tmp_path, capsys, monkeypatch)
         return engine
 
     monkeypatch.setattr(Engine, "load", loaded)
-    monkeypatch.setattr(replies, "greedy_reply", reply)
+    monkeypatch.setattr(replies, "greedy_replies", reply)
     words = ("--rows", str(tmp_path / "rows.jsonl"), "--policy", "full", "cake", "--budget", "20%")
     assert go("eval longbench", *words, "--out", str(tmp_path / "out"), "--question", "after") == 0
     found = records(tmp_path / "out" / "longbench.jsonl")

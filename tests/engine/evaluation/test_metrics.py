@@ -84,6 +84,17 @@ def test_chinese_words_are_cut() -> None:
     assert score("multifieldqa_zh", "\u4e0a\u6d77", ["\u5317\u4eac"]) == 0.0
 
 
+def test_chinese_rouge_is_that_of_the_words_and_not_of_the_characters() -> None:
+    pytest.importorskip("jieba")
+    pytest.importorskip("rouge")
+    prediction, answer = "\u6211\u4eec\u559c\u6b22\u5317\u4eac", "\u6211\u4eec\u53bb\u8fc7\u5317\u4eac"
+    # we | like | Beijing and we | went to | Beijing: two of three words in order, but four of six characters
+    assert metrics._cut(prediction) == ["\u6211\u4eec", "\u559c\u6b22", "\u5317\u4eac"]
+    assert len(metrics._cut(answer)) == 3
+    assert score("vcsum", prediction, [answer]) == pytest.approx(2 / 3, abs=1e-6)
+    assert score("dureader", prediction, ["\u5317\u4eac", answer]) == pytest.approx(2 / 3, abs=1e-6)
+
+
 def test_a_missing_library_or_metric_is_said_before_anything_is_run(monkeypatch) -> None:
     with pytest.raises(OptionError, match="mine is no task of LongBench"):
         check_libraries(["mine"])
