@@ -31,3 +31,16 @@ def projected_norms(view: LayerView, head: int) -> Tensor:
         for matrix in matrices:
             norms[start : start + len(values)] += (values @ matrix).abs().sum(1)
     return norms.div_(view.group)
+
+
+def projected_lengths(view: LayerView, head: int) -> Tensor:
+    """The L2 norm of `W_o v`, mean over the query heads of a KV head: fp32 `[length]`.
+
+    `|W v|^2 = v (W^T W) v`, so that no value is projected: a product with `D x D` for each query head.
+    """
+    assert view.values is not None
+    values = view.values[head, : view.columns[head]].float()
+    norms = torch.zeros(len(values), device=values.device)
+    for matrix in projections(view, head):
+        norms += (values @ (matrix @ matrix.t())).mul_(values).sum(1).clamp_min_(0).sqrt_()
+    return norms.div_(view.group)

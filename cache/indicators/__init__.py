@@ -144,9 +144,13 @@ PLAIN = (
         "indicators.defensive:DefensiveIndicator",
         "the worst case over the window's queries, by the size of the projected value",
         ("window_queries", "values", "output_projection"),
-        "w n products and n D hidden per query head",
+        "w n products and n D hidden per query head, n D^2 with norm l2",
         "DefensiveKV, Feng et al., ICLR 2026, arXiv 2510.13334",
-        (AVERAGE, share("mass", 0.9, "of the mean attention, whose tokens come first")),
+        (
+            AVERAGE,
+            share("mass", 0.9, "of the mean attention, whose tokens come first"),
+            Option("norm", "l1", "of a projected value", str, choices=("l1", "l2")),
+        ),
     ),
     Method(
         "rest-kv",

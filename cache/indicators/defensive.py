@@ -3,9 +3,10 @@
 Each of the window's rows before the window is averaged over 5 neighbours and scaled back to its own mass; `M` is the
 largest over rows and over the query heads of a KV head; `D = max(M, mean of M)`; `s = D * ||W_o v||_1 / sum over KV
 heads of that norm`. First come the tokens that hold up to `mass` (0.9) of the mean attention with the window's own
-part, at most as many as the budget has room for, and the token that crosses it is not among them. Default pool 5. Their
-code means to count the window's mass but sums the columns in front of it, because the window is cut off before; here it
-is the window's. They cut heads of a layer together without a floor: `--heads` chooses that.
+part, at most as many as the budget has room for, and the token that crosses it is not among them. Defaults: pool 5,
+norm l1. Their code means to count the window's mass but sums the columns in front of it, because the window is cut off
+before; here it is the window's. They cut heads of a layer together without a floor: `--heads` chooses that. Norm l2 is
+the length of a projected value, which `D x D` matrices give without projecting it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from ..attention import before_window, empty_scores, window_attention
 from ..joined import SharedPositions
 from ..policies.base import PolicyModel
-from ..projection import projected_norms
+from ..projection import projected_lengths, projected_norms
 from ..scores import pool_neighbours
 
 if TYPE_CHECKING:
@@ -34,25 +35,37 @@ class DefensiveIndicator:
     budget: int
     pool: int = 5
     mass: float = 0.9
+    norm: str = "l1"
 
     needs: ClassVar[frozenset[str]] = frozenset({"window_queries", "values", "output_projection"})
 
     @classmethod
-    def create(cls, model: PolicyModel, budget: int, *, pool: int, mass: float) -> DefensiveIndicator:
-        return cls(budget, pool, mass)
+    def create(cls, model: PolicyModel, budget: int, *, pool: int, mass: float, norm: str) -> DefensiveIndicator:
+        return cls(budget, pool, mass, norm)
 
     def score(self, view: LayerView) -> Tensor:
         """fp32 `[kv_heads, n]`: the score, and for protected tokens the layer's largest plus their mean attention."""
-        return self._scores(view, ranked=True)
+        scores, means, protected = self._parts(view)
+        return torch.where(protected, scores[scores.isfinite()].max() + means, scores)
 
     def worth(self, view: LayerView, indicator: Tensor) -> Tensor:
         """The score, and for protected tokens the layer's largest: as heads are compared by the authors."""
-        return self._scores(view, ranked=False)
+        scores, _, protected = self._parts(view)
+        return torch.where(protected, scores[scores.isfinite()].max(), scores)
 
-    def _scores(self, view: LayerView, ranked: bool) -> Tensor:
+    def _parts(self, view: LayerView) -> tuple[Tensor, Tensor, Tensor]:
+        """Worked out once for both, each `[kv_heads, n]`: scores, mean attention, and what that protects."""
+        name = f"defensivekv {self}"
+        if name not in view.memo:
+            view.memo[name] = self._work_out(view)
+        found: tuple[Tensor, Tensor, Tensor] = view.memo[name]
+        return found
+
+    def _work_out(self, view: LayerView) -> tuple[Tensor, Tensor, Tensor]:
         scores, means = empty_scores(view), torch.zeros(view.keys.shape[:2], device=view.keys.device)
         protected = torch.zeros(view.keys.shape[:2], dtype=torch.bool, device=view.keys.device)
-        norms = [projected_norms(view, head) for head in range(view.keys.shape[0])]
+        measure = projected_lengths if self.norm == "l2" else projected_norms
+        norms = [measure(view, head) for head in range(view.keys.shape[0])]
         shared = SharedPositions.of(view)
         of_all = shared.total(norms)  # a token's norm over the heads that hold it
         for head, attention in window_attention(view):
@@ -68,8 +81,7 @@ class DefensiveIndicator:
             window_mass = 1 - float(mean.sum())
             means[head, :length] = mean
             protected[head, self._protected(mean, window_mass, view.window)] = True
-        largest = scores[scores.isfinite()].max()
-        return torch.where(protected, largest + means if ranked else largest, scores)
+        return scores, means, protected
 
     def _worst(self, rows: Tensor, positions: Tensor) -> Tensor:
         """`[length]`: the largest of the pooled rows `[group, r, length]`, each scaled back to its own mass."""
@@ -85,4 +97,4 @@ class DefensiveIndicator:
         return order[: min(count, max(0, self.budget - window))]
 
     def describe(self) -> str:
-        return f"pool {self.pool} mass {self.mass:g}"
+        return f"pool {self.pool} mass {self.mass:g} norm {self.norm}"

@@ -40,11 +40,11 @@ def near(positions: np.ndarray, reach: int) -> np.ndarray:
     return np.abs(positions[:, None] - positions[None]) <= reach
 
 
-def norms(scene: Scene, kv: int) -> np.ndarray:
-    """|| W_o v ||_1, mean over the group."""
+def norms(scene: Scene, kv: int, order: int = 1) -> np.ndarray:
+    """|| W_o v || of that order, mean over the group."""
     values = scene.values[kv, scene.columns[kv]]
     blocks = [scene.output[:, head * HEAD_DIM : (head + 1) * HEAD_DIM] for head in group(kv)]
-    return np.mean([np.abs(values @ block.T).sum(1) for block in blocks], axis=0)
+    return np.mean([np.linalg.norm(values @ block.T, order, axis=1) for block in blocks], axis=0)
 
 
 # -- by position and by keys ------------------------------------------------------------------------------------------
@@ -145,17 +145,18 @@ def test_rest_kv_is_the_change_of_the_output_without_the_token(scene: Scene) -> 
     scene.compare(score(scene, "rest-kv"), expected)
 
 
-def test_defensivekv_is_the_worst_case_over_rows_and_heads(scene: Scene) -> None:
+@pytest.mark.parametrize("power", [1, 2])
+def test_defensivekv_is_the_worst_case_over_rows_and_heads(scene: Scene, power: int) -> None:
     budget, room = 20, 20 - WINDOW
     plain, means, shield, mass = [], [], [], np.zeros(scene.total)
     for kv, at in enumerate(scene.columns):
-        mass[at] += norms(scene, kv)
+        mass[at] += norms(scene, kv, power)
     for kv, at in enumerate(scene.columns):
         before = scene.before(kv)
         rows = [row * before for head in group(kv) for row in scene.attention(head, scene.window_rows)]
         pooled = [near(at, 2) @ row / 5 for row in rows]
         worst = np.max([p * row.sum() / p.sum() for p, row in zip(pooled, rows, strict=True)], axis=0)
-        plain.append(np.maximum(worst, worst[before].mean()) * norms(scene, kv) / mass[at])
+        plain.append(np.maximum(worst, worst[before].mean()) * norms(scene, kv, power) / mass[at])
         mean = np.mean(rows, axis=0)
         order = np.argsort(-mean)
         crossing = np.cumsum(mean[order]) / mean.sum() >= 0.9 - (1 - mean.sum())
@@ -165,7 +166,7 @@ def test_defensivekv_is_the_worst_case_over_rows_and_heads(scene: Scene) -> None
     largest = max(s.max() for s in plain)
     expected = [np.where(s, largest + m, p) for s, m, p in zip(shield, means, plain, strict=True)]
     assert any(s.any() for s in shield)
-    policy = made("defensivekv", budget)
+    policy = made("defensivekv", budget, norm=f"l{power}")
     scored = policy.score(scene.view)
     scene.compare(scored.indicator, expected)
     assert scored.worth is not None
