@@ -21,11 +21,13 @@ def window_attention(view: LayerView) -> Iterator[tuple[int, Tensor]]:
     at = view.query_positions.to(view.keys.device)[:, None]
     for head, length in enumerate(view.columns):
         logits = queries[head] @ view.keys[head, :length].float().t()
-        positions = view.positions[head, None, :length]
-        hidden = positions > at
+        positions = view.positions[head, :length]
         if view.sliding_window is not None:
-            hidden |= positions <= at - view.sliding_window
-        yield head, torch.softmax(logits.masked_fill_(hidden, float("-inf")), dim=-1)
+            logits.masked_fill_((positions > at) | (positions <= at - view.sliding_window), float("-inf"))
+        else:  # all queries see what was there before the first of them
+            late = (positions > at.min()).nonzero()[:, 0]
+            logits[..., late] = logits[..., late].masked_fill(positions[late] > at, float("-inf"))
+        yield head, torch.softmax(logits, dim=-1)
 
 
 def before_window(view: LayerView, head: int) -> Tensor:
@@ -52,3 +54,25 @@ def pool_max(score: Tensor, positions: Tensor, pool: int) -> Tensor:
         pooled[..., offset:] = torch.maximum(pooled[..., offset:], before)
         pooled[..., :-offset] = torch.maximum(pooled[..., :-offset], after)
     return torch.empty_like(pooled).index_copy_(-1, order, pooled)
+
+
+def pool_mean(score: Tensor, positions: Tensor, pool: int) -> Tensor:
+    """The sum within `pool // 2` positions of each column, divided by `pool`: `scores.pool_neighbours` for rows that
+    all have the same positions, which are then put in order once.
+
+    score: fp32 `[..., n]`. positions: int `[n]`, unique, in any order.
+    """
+    order = positions.argsort()
+    near = positions[order]
+    ascending = torch.equal(near, positions)
+    ordered = score if ascending else score[..., order]
+    pooled = ordered.clone()
+    for offset in range(1, min(pool // 2, len(near) - 1) + 1):
+        before, after = ordered[..., :-offset], ordered[..., offset:]
+        gap = near[offset:] - near[:-offset] > pool // 2
+        if gap.any():
+            before, after = before.masked_fill(gap, 0), after.masked_fill(gap, 0)
+        pooled[..., offset:] += before
+        pooled[..., :-offset] += after
+    pooled /= pool
+    return pooled if ascending else torch.empty_like(pooled).index_copy_(-1, order, pooled)

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from ..attention import before_window, empty_scores, window_attention
+from ..attention import before_window, empty_scores, pool_mean, window_attention
 from ..joined import SharedPositions
 from ..policies.base import PolicyModel
 from ..projection import projected_lengths, projected_norms
-from ..scores import pool_neighbours
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,7 +70,7 @@ class DefensiveIndicator:
         for head, attention in window_attention(view):
             length = attention.shape[2]
             before = before_window(view, head)
-            rows = attention.masked_fill(~before, 0.0)
+            rows = attention.mul_(before)
             worst = self._worst(rows, view.positions[head, :length])
             counted = worst[before]
             if len(counted):
@@ -85,7 +84,7 @@ class DefensiveIndicator:
 
     def _worst(self, rows: Tensor, positions: Tensor) -> Tensor:
         """`[length]`: the largest of the pooled rows `[group, r, length]`, each scaled back to its own mass."""
-        pooled = pool_neighbours(rows, positions.expand(rows.shape), self.pool)
+        pooled = pool_mean(rows, positions, self.pool)
         mass = rows.sum(-1, keepdim=True) / pooled.sum(-1, keepdim=True).clamp_min(1e-30)
         return pooled.mul_(mass).amax((0, 1))
 
