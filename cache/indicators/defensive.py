@@ -84,9 +84,12 @@ class DefensiveIndicator:
 
     def _worst(self, rows: Tensor, positions: Tensor) -> Tensor:
         """`[length]`: the largest of the pooled rows `[group, r, length]`, each scaled back to its own mass."""
-        pooled = pool_mean(rows, positions, self.pool)
-        mass = rows.sum(-1, keepdim=True) / pooled.sum(-1, keepdim=True).clamp_min(1e-30)
-        return pooled.mul_(mass).amax((0, 1))
+        worst = torch.zeros(rows.shape[-1], device=rows.device)
+        for of_head in rows:
+            pooled = pool_mean(of_head, positions, self.pool)
+            mass = of_head.sum(-1, keepdim=True) / pooled.sum(-1, keepdim=True).clamp_min(1e-30)
+            torch.maximum(worst, pooled.mul_(mass).amax(0), out=worst)
+        return worst
 
     def _protected(self, mean: Tensor, window_mass: float, window: int) -> Tensor:
         """Indices of the tokens that hold the mass."""
