@@ -13,6 +13,7 @@ from .policies import POLICIES, Choice, choose
 from .schedules import SCHEDULES
 
 DECODE_POLICIES = ("grow", "hold")
+KV_BITS = (8, 4, 2)
 KV_DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_POOL = 5
 
@@ -33,6 +34,8 @@ class CacheConfig:
         `cache.holds`.
     kv_memory: the whole arena, bookkeeping included ("512MiB"), or None for what the budget needs.
     kv_dtype: how kept rows are stored ("float32", "bfloat16", "float16"), or None for the engine's choice.
+    kv_bits: 8, 4 or 2 packs what is kept outside of the window and the latest tokens, see `cache/quantise.py`; None
+        keeps all of it in kv_dtype.
     tau1, tau2: temperatures of dispersion and shift, above 0, or None for the authors' table.
     gamma: weight of the variance in a token's score, None for 200 or what `tune` found.
     pool: odd width of the pooling over neighbouring positions.
@@ -56,6 +59,7 @@ class CacheConfig:
     policy_options: tuple[str, ...] | Mapping[str, object] = ()
     hold_by: str | None = None
     schedule: str | None = None
+    kv_bits: int | None = None
 
     def __post_init__(self) -> None:
         _check_choice("policy", self.policy, POLICIES)
@@ -83,6 +87,8 @@ class CacheConfig:
             self._refuse_unused()
         else:
             self._choose()
+        if self.kv_bits is not None:
+            self._check_bits()
         budget = Budget.parse(self.budget)
         if budget == Budget(count=DEFAULT_BUDGET):
             # not what is wrong: it may not have been given, and memory or the policy may decide in its place
@@ -138,6 +144,24 @@ class CacheConfig:
             schedule=self.schedule,
             options=options,
         )
+
+    def _check_bits(self) -> None:
+        if not _is_int(self.kv_bits) or self.kv_bits not in KV_BITS:
+            raise OptionError(
+                f"kv_bits must be one of {', '.join(map(str, KV_BITS))}, not {self.kv_bits!r}: leave it out to keep 16 "
+                "or 32 bits"
+            )
+        if self.decode_policy == "hold":
+            raise OptionError(
+                "kv_bits has no form for the decode policy hold, which overwrites single slots of what is packed "
+                "together: choose grow, or leave kv_bits out"
+            )
+        choice = self.choice
+        if choice is not None and choice.merge.name != "none":
+            raise OptionError(
+                f"kv_bits has no form for the merge {choice.merge.name}, which writes into values that are packed: "
+                "set the option merge to none, or leave kv_bits out"
+            )
 
     def _refuse_unused(self) -> None:
         """No option is accepted and then not applied: these mean nothing to the policy full."""

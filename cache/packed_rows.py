@@ -159,7 +159,7 @@ class PackedRows:
             step = self.store.slots // table.shape[0] if table.shape[0] else 1
             parts = [table[span.start // step : span.stop // step] for span in each]
             tables.append(torch.cat(parts))
-        return SavedPacked(tuple(tables), self.length.copy(), self.capacity.copy())
+        return SavedPacked(self.store.bits, tuple(tables), self.length.copy(), self.capacity.copy())
 
     def load(self, saved: SavedPacked) -> None:
         """Replace every row by a saved copy; each gets the room it had."""

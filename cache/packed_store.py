@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import MemoryLimit
 from .layout import ArenaLayout, packed_bytes
 from .quantise import GROUP, code_bytes, value_groups
+from .saved_rows import TABLES
 from .store import BOUNCE_BYTES, OVERLAPPING
 
 
@@ -52,16 +53,7 @@ class PackedStore:
     @property
     def tables(self) -> tuple[Tensor, ...]:
         """Everything there is, each with as many rows as slots, or as groups."""
-        return (
-            self.key_codes,
-            self.value_codes,
-            self.key_scale,
-            self.key_minimum,
-            self.value_scale,
-            self.value_minimum,
-            self.position,
-            self.score,
-        )
+        return tuple(getattr(self, name) for name in TABLES)
 
     def move(self, source: int, target: int, count: int) -> None:
         """Move `count` slots, all three whole groups: by memmove, or in tiles, so that nothing is spoilt."""

@@ -10,6 +10,18 @@ from torch import Tensor
 from .layout import ArenaSize
 from .quantise import GROUP
 
+# what a packed store has of each slot, or group of 32 slots, in its order
+TABLES = (
+    "key_codes",
+    "value_codes",
+    "key_scale",
+    "key_minimum",
+    "value_scale",
+    "value_minimum",
+    "position",
+    "score",
+)
+
 
 def whole(lengths: np.ndarray) -> np.ndarray:
     """Lengths in whole groups."""
@@ -20,10 +32,11 @@ def whole(lengths: np.ndarray) -> np.ndarray:
 class SavedPacked:
     """A copy of all packed rows: the store's tables, row by row in whole groups, and their bookkeeping.
 
-    length, capacity: int64 `[layers, kv_heads]`, in slots.
+    length, capacity: int64 `[layers, kv_heads]`, in slots. bits: of a code.
     """
 
-    tables: tuple[Tensor, ...]
+    bits: int
+    tables: tuple[Tensor, ...]  # in the order of TABLES
     length: np.ndarray
     capacity: np.ndarray
 

@@ -2,8 +2,11 @@
 
 Tensors: `keys` and `values` `[slots, head_dim]` in the KV dtype, row by row; `position` int32 and `score` fp32
 `[slots]`; `length` int64 `[layers, kv_heads]`; `ids` int64 `[tokens]`, every id that was fed; and `queries`
-`[layers, window, heads, head_dim]`, the last rotated queries, where tokens may be evicted. Metadata: `format`,
-`version`, `about` (JSON, the engine's own) and `checksum`, the SHA-256 of the file with 64 zeros in its place.
+`[layers, window, heads, head_dim]`, the last rotated queries, where tokens may be evicted. Where rows are packed these
+are the parts that are not, and the packed parts follow: `packed_length` and a tensor for each table of the store, in
+whole groups, row by row. Metadata: `format`, `version` (1 without packed rows, which older programs read, 2 with),
+`kv_bits` with packed rows, `about` (JSON, the engine's own) and `checksum`, the SHA-256 of the file with 64 zeros in
+its place.
 
 A file is written beside its place, brought to the disk and renamed: whoever is killed meanwhile leaves the old file or
 none. It is read in full once, for the checksum, and then mapped.
@@ -15,21 +18,24 @@ import hashlib
 import json
 import os
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import SnapshotError
-from .saved_rows import SavedRows
+from .quantise import GROUP, KV_BITS, code_bytes, value_groups
+from .saved_rows import TABLES, SavedPacked, SavedRows, whole
 
 FORMAT = "cake-infer cache"
-VERSION = 1
+VERSION = 2
 BLANK = "0" * 64
 MARK = b'"checksum":"'  # a quote inside a JSON string is escaped: nothing but the key can spell this
 LONGEST_HEADER = 1 << 28
@@ -77,9 +83,13 @@ def write_snapshot(path: str | Path, snapshot: Snapshot) -> None:
     }
     if snapshot.queries is not None:
         tensors["queries"] = snapshot.queries
+    metadata = {"format": FORMAT, "version": "1", "checksum": BLANK}
+    if rows.packed is not None:
+        metadata |= {"version": str(VERSION), "kv_bits": str(rows.packed.bits)}
+        tensors["packed_length"] = torch.from_numpy(rows.packed.length)
+        tensors |= {f"packed_{name}": table for name, table in zip(TABLES, rows.packed.tables, strict=True)}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    about = json.dumps(snapshot.about, ensure_ascii=False)
-    metadata = {"format": FORMAT, "version": str(VERSION), "checksum": BLANK, "about": about}
+    metadata["about"] = json.dumps(snapshot.about, ensure_ascii=False)
     beside = target.with_name(f".{target.name[:64]}.{secrets.token_hex(6)}.part")
     try:
         save_file(tensors, beside, metadata=metadata)
@@ -104,18 +114,18 @@ def write_snapshot(path: str | Path, snapshot: Snapshot) -> None:
 def read_snapshot(path: str | Path) -> Snapshot:
     """Check a file and map it. Raises SnapshotError for one that is truncated, altered, foreign or newer."""
     try:
-        about = _checked(Path(path))
+        about, bits = _checked(Path(path))
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
     except OSError as error:
         raise SnapshotError(f"cannot read {path}: {error.strerror or error}") from error
     except SafetensorError as error:
         raise SnapshotError(f"{path} is damaged: {error}") from error
-    return _assembled(path, tensors, about)
+    return _assembled(path, tensors, about, bits)
 
 
-def _checked(path: Path) -> dict[str, Any]:
-    """`about` of a file whose every byte is as it was written."""
+def _checked(path: Path) -> tuple[dict[str, Any], int | None]:
+    """`about` of a file whose every byte is as it was written, and the bits of its packed rows if it has any."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
@@ -126,7 +136,7 @@ def _checked(path: Path) -> dict[str, Any]:
             parsed = json.loads(header)
             metadata = parsed.pop("__metadata__")
             known, version = metadata["format"] == FORMAT, int(metadata["version"])
-            checksum = metadata["checksum"]
+            checksum, bits = metadata["checksum"], int(metadata["kv_bits"]) if "kv_bits" in metadata else None
             ends = [int(tensor["data_offsets"][1]) for tensor in parsed.values()]
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
             raise SnapshotError(f"{path} is no saved cache: its header is damaged, or another program's") from None
@@ -150,7 +160,7 @@ def _checked(path: Path) -> dict[str, Any]:
     about = json.loads(metadata["about"])
     if not isinstance(about, dict):
         raise SnapshotError(f"{path} is no saved cache: it does not say of what")
-    return about
+    return about, bits
 
 
 def _digest(file: Any, blank_at: int) -> str:
@@ -164,7 +174,7 @@ def _digest(file: Any, blank_at: int) -> str:
     return digest.hexdigest()
 
 
-def _assembled(path: str | Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> Snapshot:
+def _assembled(path: str | Path, tensors: dict[str, Tensor], about: dict[str, Any], bits: int | None) -> Snapshot:
     """The parts, if they fit each other: a checksum only says that they are what somebody wrote."""
 
     def need(agrees: bool) -> None:
@@ -172,6 +182,7 @@ def _assembled(path: str | Path, tensors: dict[str, Tensor], about: dict[str, An
             raise SnapshotError(f"{path} is inconsistent: its tables do not fit each other")
 
     queries = tensors.pop("queries", None)
+    packed = {name: tensors.pop(name) for name in sorted(tensors) if name.startswith("packed_")}
     need(sorted(tensors) == ["ids", "keys", "length", "position", "score", "values"])
     keys, values, position, score = (tensors[name] for name in ("keys", "values", "position", "score"))
     length, ids = tensors["length"], tensors["ids"]
@@ -183,8 +194,43 @@ def _assembled(path: str | Path, tensors: dict[str, Tensor], about: dict[str, An
     need(bool((length >= 0).all()) and int(length.sum()) == keys.shape[0] and int(length.max()) <= total)
     need(bool(((position >= 0) & (position < total)).all()))
     need(queries is None or (queries.dim() == 4 and queries.is_floating_point()))
+    need((bits is None) == (not packed))
     table = length.numpy().copy()
-    return Snapshot(SavedRows(keys, values, position, score, table, table.copy()), ids.tolist(), queries, about)
+    rows = SavedRows(keys, values, position, score, table, table.copy())
+    if bits is not None:
+        rows.packed = _packed(packed, bits, table, keys.shape[1], total, need)
+    return Snapshot(rows, ids.tolist(), queries, about)
+
+
+def _packed(
+    tensors: dict[str, Tensor],
+    bits: int,
+    beside: np.ndarray,
+    head_dim: int,
+    total: int,
+    need: Callable[[bool], None],
+) -> SavedPacked:
+    """Packed rows, if their tables fit each other and the rows `beside` them."""
+    need(sorted(tensors) == sorted(f"packed_{name}" for name in ("length", *TABLES)) and bits in KV_BITS)
+    length = tensors.pop("packed_length")
+    need(length.dtype == torch.int64 and length.shape == beside.shape and bool((length >= 0).all()))
+    table = length.numpy().copy()
+    need(int((table + beside).max()) <= total)
+    slots, codes, groups = int(whole(table).sum()), code_bytes(head_dim, bits), value_groups(head_dim)
+    shapes = {"codes": (slots, codes), "key": (slots // GROUP, head_dim), "value": (slots, groups)}
+    dtypes = {"codes": torch.uint8, "key": torch.float16, "value": torch.float16}
+    for name in TABLES[:6]:
+        kind = "codes" if name.endswith("codes") else name.split("_")[0]
+        found = tensors[f"packed_{name}"]
+        need(found.dtype == dtypes[kind] and found.shape == shapes[kind])
+    position, score = tensors["packed_position"], tensors["packed_score"]
+    need(position.dtype == torch.int32 and position.shape == (slots,))
+    need(score.dtype == torch.float32 and score.shape == (slots,))
+    ends = np.cumsum(whole(table).reshape(-1))
+    owned = np.arange(slots) - np.repeat(ends - whole(table).reshape(-1), whole(table).reshape(-1))
+    inside = torch.from_numpy(owned < np.repeat(table.reshape(-1), whole(table).reshape(-1)))
+    need(bool(((position[inside] >= 0) & (position[inside] < total)).all()))
+    return SavedPacked(bits, tuple(tensors[f"packed_{name}"] for name in TABLES), table, whole(table))
 
 
 def _settle(folder: Path) -> None:

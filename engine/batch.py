@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..cache.arena import Arena
 from ..cache.layout import ArenaSize
 from ..cache.shared import SharedArena
-from ..errors import ArenaFull, CakeError
+from ..errors import ArenaFull, CakeError, OptionError
 from .generation import GenerationConfig
 from .graph import Ahead
 from .picker import Picker, Token
@@ -81,6 +81,8 @@ class Batch:
 
     def __post_init__(self) -> None:
         runner = self.runner
+        if runner.layout.kv_bits is not None:
+            raise OptionError("kv_bits packs the rows of one sequence at a time: send one prompt, or leave it out")
         with runner.access.alone():
             runner.tenancy.vacate()
             limits = [limit for limit in (self.limit, runner.tenancy.allowed) if limit is not None]
@@ -312,7 +314,7 @@ class Batch:
         member.arena = self.arena.admit(member.size)
         if sequence.parked is not None:
             # without the last reply's headroom, for which there may be no room beside what is read
-            member.arena.load(replace(sequence.parked, capacity=sequence.parked.length))
+            member.arena.load(sequence.parked.tight())
             sequence.parked = None
         sequence.spoilt = True
         return self.runner.reading(member.arena, sequence, member.ids, member.limit)
@@ -324,7 +326,7 @@ class Batch:
         sequence.spoilt, member.reading = False, None
         arena.settle()
         timing.prompt_tokens, timing.total = len(member.ids), sequence.total
-        timing.lengths = tuple(tuple(int(n) for n in row) for row in arena.length)
+        timing.lengths = tuple(tuple(int(n) for n in row) for row in arena.held)
         member.picker = self.runner.picker(sequence, member.generation, member.limit, member.stop_ids)
         if member.limit == 0:
             self._drop(member, keep=member.keep)

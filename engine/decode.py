@@ -13,10 +13,12 @@ from torch import Tensor
 
 from ..cache.arena import Arena
 from ..cache.holds.base import HoldRule
+from ..cache.packed_arena import PackedArena
 from ..models.decoder import Decoder
 from .attention import Attention, Sdpa, SlidingMask
 from .attention.tables import RowTables
 from .holding import held_attention
+from .packed_attention import packed_attention
 from .sequence import Sequence
 
 SDPA = Sdpa()
@@ -59,6 +61,9 @@ def batch_step(
     `rule` rows are gone through one by one (`holding.py`); without one, full rows give up the slot that is attended to
     least.
     """
+    for arena in arenas:
+        if isinstance(arena, PackedArena):
+            arena.flush()
     ids = torch.tensor(tokens, device=decoder.device)
     cos, sin = _angles(sequences, decoder.device)
     hidden = decoder.embed(ids)  # [n, hidden]
@@ -90,6 +95,19 @@ def batch_step(
                 if rule is not None and sequence.limit is not None:
                     attended[:, i] = held_attention(
                         decoder, arena, sequence, index, queries[:, i], keys[:, one], values[:, one], window, rule
+                    )
+                    continue
+                if isinstance(arena, PackedArena):
+                    attended[:, i] = packed_attention(
+                        arena,
+                        index,
+                        queries[:, i],
+                        keys[:, i],
+                        values[:, i],
+                        sequence.total,
+                        attention,
+                        scale=decoder.scale,
+                        sliding=config.sliding_windows[index],
                     )
                     continue
                 attended[:, i] = _layer_attention(

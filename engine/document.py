@@ -47,17 +47,17 @@ class Document:
     @property
     def kept_tokens(self) -> float:
         """How many are kept in an average row."""
-        return float(self.snapshot.rows.length.mean())
+        return float(self.snapshot.rows.held.mean())
 
     @property
     def layer_lengths(self) -> tuple[tuple[int, ...], ...]:
         """Kept tokens of each layer and KV head."""
-        return tuple(tuple(heads) for heads in self.snapshot.rows.length.tolist())
+        return tuple(tuple(heads) for heads in self.snapshot.rows.held.tolist())
 
     @property
     def nbytes(self) -> int:
         """Bytes of the kept keys and values."""
-        return self.snapshot.rows.keys.nbytes + self.snapshot.rows.values.nbytes
+        return self.snapshot.rows.nbytes
 
     def save(self, path: str | Path) -> None:
         """Write it to a file, in place of one that may be there. Raises SnapshotError; then that one is as it was."""

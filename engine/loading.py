@@ -139,7 +139,7 @@ def load_engine(
     started = time.perf_counter()
     target = choose_device(options.device)
     check_quant(options.quant, target)
-    check_step(options.step, target)
+    check_step(options.step, target, cache.kv_bits)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     report = stage_reporter(on_progress)
@@ -198,6 +198,8 @@ def load_engine(
     names = [options.quant or dtype_name(decoder.dtype)]
     names += [dtype_name(dtype) for dtype in (engine._runner.layout.kv_dtype, decoder.compute_dtype)]
     names += [str(target), engine._runner.attention.name]
+    if cache.kv_bits is not None:
+        names[1] = f"{cache.kv_bits}-bit and {names[1]}"
     log.info("%s: %s weights, %s keys and values, computed in %s on %s, attention %s", name, *names)
     engine.load_s = time.perf_counter() - started
     return engine

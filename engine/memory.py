@@ -12,7 +12,7 @@ import torch
 
 from ..cache.budget import DEFAULT_BUDGET, Budget, parse_bytes, size_text
 from ..cache.config import CacheConfig
-from ..cache.layout import ArenaLayout, ArenaSize, arena_size, budget_within, shared_size
+from ..cache.layout import ArenaLayout, ArenaSize, arena_size, budget_within, packed_bytes, shared_size
 from ..cache.store import BOUNCE_BYTES, OVERLAPPING
 from ..errors import MemoryLimit, OptionError, WeightsError
 from ..models.config import ModelConfig, read_config
@@ -24,7 +24,7 @@ from ..models.weights import DTYPES, weight_bytes
 from ..models.workspace import widest, workspace_elements
 from .available import Available, available_memory
 from .method_memory import method_bytes
-from .precision import kv_dtype
+from .precision import arena_layout, kv_dtype
 from .window import FEWEST_COLUMNS
 
 log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ def plan_run(
     compute_dtype = torch.float32 if torch.device(device).type == "cpu" else narrow
     kept_dtype = kv_dtype(cache, stored, compute_dtype)
     products = product_dtype(stored, torch.device(device))
-    layout = ArenaLayout(config.num_layers, config.num_kv_heads, config.head_dim, kept_dtype, products)
+    layout = arena_layout(config, cache, kept_dtype, products)
     hold = cache.spare
     budget = first_budget(config, cache, layout, prompt_tokens, new_tokens)
     evicting = budget is not None and prompt_tokens > budget
@@ -118,7 +118,7 @@ def plan_run(
         budget=budget,
         weights=weights,
         arena=arena,
-        kept=(size.kept + (together - 1) * size.decode) * layout.kept_slot_bytes,
+        kept=(size.kept + (together - 1) * size.decode) * layout.kept_slot_bytes + packed_bytes(layout, size.packed),
         staging=size.staging * (2 * layout.head_dim * products.itemsize + 8),
         hidden=prompt_tokens * config.hidden_size * compute_dtype.itemsize,
         widened=layer_elements(config) * products.itemsize if stored != products else 0,
@@ -231,6 +231,8 @@ def working_bytes(
     attention = 3 * chunk * queries * item  # queries by KV head and both parts, or these, their mix and its copy
     if item < FP32:  # queries are turned, and hidden states normed, in fp32
         attention = max(attention, chunk * max(2 * queries, config.hidden_size) * FP32)
+    if layout.kv_bits is not None:  # a step widens one row at a time, with a copy in fp32 of its keys or values
+        attention = max(attention, 4 * prompt_tokens * (layout.head_dim * FP32 + 4))
     tables = prompt_tokens * (config.head_dim * FP32 + 8)  # cosines, sines and ids
     tables += workspace_elements(config, chunk) * item
     if budget is None:

@@ -171,6 +171,11 @@ CACHE_FLAGS = {
     "tau1": Flag("CAKE: temperature of a layer's dispersion; default by model and budget", number, "X"),
     "tau2": Flag("CAKE: temperature of a layer's shift; default by model and budget", number, "X"),
     "gamma": Flag("CAKE: weight of the variance in a token's score; default 200", number, "X"),
+    "kv_bits": Flag(
+        "pack kept keys and values in 8, 4 or 2 bits, but for the window and the latest tokens; decodes in plain torch",
+        positive_count,
+        "N",
+    ),
     "kv_dtype": Flag(
         "number format of the kept keys and values; default bfloat16 for bfloat16 and quantised weights", choices=DTYPES
     ),

@@ -98,7 +98,7 @@ def reading(
     kv_heads = decoder.config.num_kv_heads
     cascade = policy.cascade(layers, kv_heads, budget, window) if evicting and budget is not None else None
     limit = budget if evicting and not policy.late else None
-    longest = int(arena.length.max()) + piece.tokens
+    longest = int(arena.held.max()) + piece.tokens
     arena.begin(kept_limit(layers * kv_heads, budget=limit, tokens=piece.tokens, held=arena.kept_slots), longest)
     hidden = decoder.embed(ids)  # [tokens, hidden]
     for index in range(layers):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ..cache.budget import Budget
+from ..cache.layout import kept_bytes
 from .generation import GenerationConfig
 from .picker import Token
 from .pieces import Pieces
@@ -124,16 +126,15 @@ class Written:
     def _statistics(self) -> Statistics:
         engine, timing = self.engine, self.timing
         layout = engine.runner.layout
-        slot = 2 * layout.head_dim * layout.kv_dtype.itemsize  # a key and a value
-        full = timing.total * layout.num_layers * layout.num_kv_heads
+        rows = layout.num_layers * layout.num_kv_heads
         return Statistics(
             prompt_tokens=timing.prompt_tokens,
             pieces=timing.pieces,
             prefill_s=timing.prefill_s,
             kept_tokens=mean_length(timing.lengths),
             full_tokens=timing.total,
-            kept_bytes=sum(length for row in timing.lengths for length in row) * slot,
-            full_bytes=full * slot,
+            kept_bytes=sum(kept_bytes(layout, length) for row in timing.lengths for length in row),
+            full_bytes=rows * kept_bytes(replace(layout, kv_bits=None), timing.total),
             new_tokens=self._count,
             decode_s=timing.decode_s,
             decode_steps=timing.decode_steps,
@@ -141,6 +142,7 @@ class Written:
             load_s=engine.load_s,
             layer_lengths=timing.lengths,
             budget=self.sequence.budget,
+            kv_bits=layout.kv_bits,
             policy=self.sequence.kept_by or engine.runner.policy(self.sequence.budget).describe(),
             seed=self.generation.seed,
             finish_reason=self._reason,

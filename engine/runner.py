@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..cache.arena import Arena
 from ..cache.config import CacheConfig
-from ..cache.layout import ArenaLayout
 from ..cache.policies import make_hold, make_policy
 from ..cache.policies.base import Policy, PolicyModel
 from ..cache.tuned import Tuned
@@ -64,13 +63,8 @@ class Runner:
     ) -> None:
         config = decoder.config
         self.decoder, self.cache, self.context, self.chunk, self.valid_ids = decoder, cache, context, chunk, valid_ids
-        self.layout = ArenaLayout(
-            config.num_layers,
-            config.num_kv_heads,
-            config.head_dim,
-            kv_dtype or precision.kv_dtype(cache, decoder.dtype, decoder.compute_dtype),
-            decoder.product_dtype,
-        )
+        kept = kv_dtype or precision.kv_dtype(cache, decoder.dtype, decoder.compute_dtype)
+        self.layout = precision.arena_layout(config, cache, kept, decoder.product_dtype)
         # rows of the head below `valid_ids` that no token has: like the padding behind them, never to be chosen
         self.unused = torch.tensor(unused_ids, device=decoder.device) if unused_ids else None
         self._wanted_step, self._threads = step, threads
@@ -166,7 +160,13 @@ class Runner:
         """What makes the decode steps; looked for when the first one is due."""
         graph = make_graph_step(self.decoder, self.attention, self._wanted_step, self.make_ahead)
         return graph or make_step(
-            self.decoder, self.layout.kv_dtype, self._wanted_step, self._threads, self.attention, self.rule
+            self.decoder,
+            self.layout.kv_dtype,
+            self._wanted_step,
+            self._threads,
+            self.attention,
+            self.rule,
+            self.layout.kv_bits,
         )
 
     def make_ahead(self) -> Ahead:

@@ -49,7 +49,7 @@ def pack(engine: Engine, sequence: Sequence, kind: str, **about: Any) -> Snapsho
     assert sequence.parked is not None, "only a text that was read can be saved"
     assert sequence.rotary is not None, "only a text that was read can be saved"
     rotary = sequence.rotary
-    rows = replace(sequence.parked, capacity=sequence.parked.length)
+    rows = sequence.parked.tight()
     known = {
         "kind": kind,
         "model": engine.model_path.name,
@@ -75,6 +75,13 @@ def unpack(engine: Engine, snapshot: Snapshot, path: str | Path, kind: str, *, f
     check_model(engine, about, path, kind)
     layout, config = engine.runner.layout, engine.config
     rows = snapshot.rows
+    bits = None if rows.packed is None else rows.packed.bits
+    if bits != layout.kv_bits:
+        how = "without the option kv_bits" if bits is None else f"with the option kv_bits {bits}"
+        raise SnapshotError(
+            f"{path} has {_width(bits)} keys and values, and this engine's are {_width(layout.kv_bits)}: load the "
+            f"model {how}, or make the file anew"
+        )
     if rows.keys.dtype != layout.kv_dtype:
         names = dtype_name(rows.keys.dtype), dtype_name(layout.kv_dtype)
         raise SnapshotError(
@@ -156,6 +163,10 @@ def are_messages(value: Any) -> bool:
         isinstance(message, dict) and set(message) == shape and all(isinstance(text, str) for text in message.values())
         for message in value
     )
+
+
+def _width(bits: int | None) -> str:
+    return "unpacked" if bits is None else f"{bits}-bit"
 
 
 def weights_format(engine: Engine) -> str:

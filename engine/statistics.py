@@ -21,6 +21,7 @@ class Statistics:
     new_tokens: tokens of the reply; decode_steps: forward passes after the prefill, in decode_s seconds (None: as many
         as new tokens). The reply's first token comes out of the prefill.
     peak_memory: most bytes the process (on a GPU: the device) has held, None if unknown.
+    kv_bits: of what is kept outside of the window, None where it is not packed.
     policy: the eviction policy as it describes itself; seed: what the random numbers were made from.
     """
 
@@ -38,6 +39,7 @@ class Statistics:
     load_s: float = 0.0
     layer_lengths: tuple[tuple[int, ...], ...] = ()
     budget: int | None = None
+    kv_bits: int | None = None
     policy: str = ""
     seed: int | None = None
     finish_reason: str | None = None
@@ -63,7 +65,8 @@ class Statistics:
         parts = [f"prompt {self.prompt_tokens:,} tok{pieces}{_per_second(self.prefill_rate)}"]
         if self.kept_share is not None:
             kept, full = _count(self.kept_tokens), f"{self.full_tokens:,}"
-            size = f", {_sizes(self.kept_bytes, self.full_bytes)}" if self.full_bytes > 0 else ""
+            size = f", {self.kv_bits} bits" if self.kv_bits is not None else ""
+            size += f", {_sizes(self.kept_bytes, self.full_bytes)}" if self.full_bytes > 0 else ""
             parts.append(f"KV kept {kept} of {full} tok a layer ({_percent(self.kept_share)}){size}")
         parts.append(f"{self.new_tokens:,} tok{_per_second(self.decode_rate)}")
         if self.peak_memory:

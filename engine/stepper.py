@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NO_PACKED = "has no form for the packed rows of kv_bits"
+
 OnWait = Callable[[], None]  # called about ten times a second while something is waited for; it may raise
 
 
@@ -61,8 +63,10 @@ class GraphStep(EagerStep):
         self.ahead = ahead
 
 
-def check_step(wanted: str, device: torch.device) -> None:
+def check_step(wanted: str, device: torch.device, kv_bits: int | None = None) -> None:
     """Raise BackendError if a step is wanted where it cannot run whatever the model: before weights are read."""
+    if kv_bits is not None and wanted in ("compiled", "graph"):
+        raise BackendError(f"step {wanted} {NO_PACKED}: leave the option step out, or kv_bits")
     if wanted == "graph" and device.type != "cuda":
         raise BackendError(f"step graph needs a CUDA device, this is {device.type}: leave the option step out")
     if wanted == "compiled":
@@ -100,11 +104,12 @@ def make_step(
     threads: int,
     attention: Attention | None = None,
     rule: HoldRule | None = None,
+    kv_bits: int | None = None,
 ) -> Step:
     """The step of a name: "compiled", which raises BackendError where it cannot run, "eager" (plain torch), or "auto",
     which says once why it falls back to torch. The compiled step has an attention of its own: with another backend than
-    sdpa it is not taken, or refused. So with a hold rule `rule` (None: grow, or hold by attention), which only plain
-    torch has."""
+    sdpa it is not taken, or refused. So with a hold rule `rule` (None: grow, or hold by attention) and packed rows
+    (`kv_bits`), which only plain torch has."""
     attention = attention or Sdpa()
     if wanted == "auto" and attention.name != Sdpa.name:
         wanted = "eager"
@@ -114,6 +119,8 @@ def make_step(
         try:
             if rule is not None:
                 raise BackendError("hold_by has no compiled form but for attention at every step: it must be eager")
+            if kv_bits is not None:
+                raise BackendError(f"the compiled step {NO_PACKED}")
             if attention.name != Sdpa.name:
                 raise BackendError(f"the compiled step has its own attention: leave {attention.name} out, or step")
             return CompiledStep(decoder, kv_dtype, threads)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import weakref
 from copy import deepcopy
-from dataclasses import replace
 
 import numpy as np
 import torch
 
-from ..cache.arena import Arena
 from ..cache.budget import parse_bytes, size_text
 from ..cache.layout import ArenaLayout, ArenaSize, arena_bytes, arena_size, largest_budget
+from ..cache.packed_arena import make_arena
 from ..cache.shared import SharedArena
 from ..errors import CakeError, MemoryLimit
 from .sequence import Checkpoint, Sequence
@@ -35,15 +34,15 @@ class Tenancy:
         """`hold`: slots of a held row behind its limit, 0 where rows only grow. `late`: nothing is evicted before all
         layers of a piece are read, see `Policy.late`."""
         self.layout, self.device, self.hold, self.late, self.kv_memory = layout, device, hold, late, kv_memory
-        self.arena = Arena(layout, ArenaSize(0, 0, 0), device)
+        self.arena = make_arena(layout, ArenaSize(0, 0, 0), device)
         self.batches: weakref.WeakSet[SharedArena] = weakref.WeakSet()  # what takes KV memory beside this arena
         self._active: weakref.ref[Sequence] | None = None
 
     def lengths(self, sequence: Sequence) -> np.ndarray | None:
         """int64 `[layers, kv_heads]` of what a sequence holds, in the arena or parked; None where it holds nothing."""
         if self.is_active(sequence):
-            return self.arena.length if sequence.total else None
-        return sequence.parked.length if sequence.parked is not None else None
+            return self.arena.held if sequence.total else None
+        return sequence.parked.held if sequence.parked is not None else None
 
     def size_for(self, sequence: Sequence, budget: int | None, tokens: int, new_tokens: int) -> ArenaSize:
         """The arena that reading `tokens` more and writing `new_tokens` needs."""
@@ -96,7 +95,7 @@ class Tenancy:
             return
         self.set_aside()
         if sequence.parked is not None:  # the last reply's headroom is not needed while a piece is read
-            sequence.parked = replace(sequence.parked, capacity=sequence.parked.length)
+            sequence.parked = sequence.parked.tight()
         self.make(size)
         self.activate(sequence)
 
@@ -118,13 +117,13 @@ class Tenancy:
         first = not any((self.arena.size.kept, self.arena.size.staging, self.arena.size.decode))
         level = logging.DEBUG if first else logging.INFO
         log.log(level, "the KV arena grows from %s to %s bytes", f"{self.arena.nbytes:,}", f"{needed:,}")
-        self.arena = Arena(self.layout, ArenaSize(0, 0, 0), self.device)  # frees the old one before a new one is made
-        self.arena = Arena(self.layout, size, self.device)
+        self.arena = make_arena(self.layout, ArenaSize(0, 0, 0), self.device)  # frees the old one before the new one
+        self.arena = make_arena(self.layout, size, self.device)
 
     def vacate(self) -> None:
         """Set the active rows aside and free the arena, to make room for another one."""
         self.set_aside()
-        self.arena = Arena(self.layout, ArenaSize(0, 0, 0), self.device)
+        self.arena = make_arena(self.layout, ArenaSize(0, 0, 0), self.device)
 
     def set_aside(self) -> None:
         """Park the rows of the sequence in the arena, if there is one that still means something."""
@@ -142,7 +141,7 @@ class Tenancy:
             raise CakeError("this sequence has no rows to go on from: it is in a batch, or has left one without them")
         self.set_aside()
         if sequence.parked is not None:
-            self.make(ArenaSize(0, 0, int(sequence.parked.capacity.sum())))
+            self.make(sequence.parked.size)
             self.arena.load(sequence.parked)
             sequence.parked = None
         self._active = weakref.ref(sequence)

@@ -60,7 +60,7 @@ def stream_tokens(
                 logits = runner.feed(sequence, ids, limit, on_chunk=on_chunk)
             timing.prompt_tokens, timing.prefill_s = len(ids), time.perf_counter() - started
         timing.total = sequence.total
-        timing.lengths = tuple(tuple(int(n) for n in row) for row in tenancy.arena.length)
+        timing.lengths = tuple(tuple(int(n) for n in row) for row in tenancy.arena.held)
         picker = runner.picker(sequence, generation, limit, stop_ids)
         if limit > 1:
             runner.step.prepare(tenancy.arena, sequence, window=window, on_wait=on_wait)

@@ -104,7 +104,7 @@ def usage_conflict(args: argparse.Namespace, given: set[str]) -> str | None:
         return "--budget and --kv-memory both set the size of the cache: give one"
     if args.policy == "full":
         for name in USELESS_WHEN_FULL:
-            if name in given:
+            if name in given and not (name == "window" and args.kv_bits is not None):
                 return f"{FLAG_NAMES[name]} has no effect with --policy full, which keeps everything"
         if args.decode_policy == "hold":
             return "--decode-policy hold has no effect with --policy full, which keeps everything"

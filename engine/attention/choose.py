@@ -22,7 +22,8 @@ AMPERE = (8, 0)  # the first GPUs with bf16 matrix products
 
 @dataclass(frozen=True)
 class Setting:
-    """What a backend must cope with. dtypes: of queries, staged and kept keys. sliding: some layer has a window."""
+    """What a backend must cope with. dtypes: of queries, staged and kept keys. sliding: some layer has a window.
+    packed: kept rows are packed in a few bits."""
 
     device: torch.device
     dtypes: frozenset[torch.dtype]
@@ -30,6 +31,7 @@ class Setting:
     hold: bool = False
     evicts: bool = True
     sliding: bool = False
+    packed: bool = False
 
     @classmethod
     def of(
@@ -43,6 +45,7 @@ class Setting:
             hold=cache.decode_policy == "hold",
             evicts=cache.choice is not None,
             sliding=any(window is not None for window in config.sliding_windows),
+            packed=cache.kv_bits is not None,
         )
 
 
@@ -81,6 +84,8 @@ def refusal(name: str, setting: Setting) -> str | None:
     """Why a backend cannot run in a setting, None if it can."""
     if name == "sdpa":
         return None
+    if setting.packed:
+        return "it has no form for the packed rows of kv_bits"
     interpreted = name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
     if setting.device.type != "cuda" and not interpreted:
         return f"it needs a CUDA device, this is {setting.device.type}"
