@@ -82,12 +82,15 @@ def packed_bytes(layout: ArenaLayout, slots: int) -> int:
     return slots * slot + slots // GROUP * 4 * layout.head_dim
 
 
-def kept_bytes(layout: ArenaLayout, length: int) -> int:
-    """Bytes of keys and values of a row of so many tokens, with the scales and minima of what is packed of it."""
+def kept_bytes(layout: ArenaLayout, length: int, *, marks: bool = False) -> int:
+    """Bytes of keys and values of a row of so many tokens, with the scales and minima of what is packed of it.
+
+    marks: and their positions and scores, so that it is all that the row takes in an arena.
+    """
     inside = length if layout.kv_bits is None else min(length, layout.window)
     slots = whole_groups(length - inside)
-    marks = 8 * slots  # positions and scores are not counted
-    return 2 * inside * layout.head_dim * layout.kv_dtype.itemsize + packed_bytes(layout, slots) - marks
+    unmarked = 0 if marks else 8 * (inside + slots)
+    return inside * layout.kept_slot_bytes + packed_bytes(layout, slots) - unmarked
 
 
 def arena_size(

@@ -30,10 +30,12 @@ if TYPE_CHECKING:
     from ..evaluation.study import Cell
     from ..prefill import OnChunk
 
+MIB = 2**20
 MEASURES = (
     Measure("kl", "KL (nats)", 4),
     Measure("top1", "top-1 (%)", 1, lower=False, scale=100.0),
     Measure("answer_loss", "answer loss (nats/token)", 3),
+    Measure("bytes", "KV cache (MiB)", 2, scale=1 / MIB),
 )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...cache.budget import Budget
-from ...cache.config import CacheConfig
+from ...cache.config import KV_BITS, CacheConfig
 from ...errors import OptionError
 
 if TYPE_CHECKING:
@@ -18,7 +18,8 @@ PARTS = ("indicator", "allocation", "heads", "merge", "schedule")
 
 @dataclass(frozen=True)
 class Combination:
-    """`cake`, `snapkv,allocation=cake`, `cake,heads=adaptive,gamma=100`: a policy and its name in tables."""
+    """`cake`, `snapkv,allocation=cake`, `cake,heads=adaptive,gamma=100`, `full,kv_bits=4`: a policy and its name in
+    tables."""
 
     text: str
     config: CacheConfig
@@ -36,7 +37,16 @@ class Combination:
             if key in parts or key in options:
                 raise OptionError(f"the policy {text!r} gives {key} twice")
             (parts if key in PARTS else options)[key] = value
-        config = CacheConfig(policy=name, window=window, policy_options=options, **parts)  # type: ignore[arg-type]
+        bits = options.pop("kv_bits", None)
+        if bits is not None and bits not in [str(known) for known in KV_BITS]:
+            raise OptionError(f"the policy {text!r} has no known kv_bits: {', '.join(map(str, KV_BITS))} are")
+        config = CacheConfig(
+            policy=name,
+            window=window,
+            policy_options=options,
+            kv_bits=None if bits is None else int(str(bits)),
+            **parts,  # type: ignore[arg-type]
+        )
         if config.choice is not None and config.choice.merge.name != "none":
             raise OptionError(
                 f"the policy {text!r} folds evicted values into kept ones, and no other prefill can stand for its own: "
@@ -71,4 +81,4 @@ def make_cell(runner: Runner, combination: Combination, budget: Budget, prompt_t
     from .study import Cell
 
     tokens = budget.tokens(prompt_tokens, runner.cache.window)
-    return Cell(make_policy(combination.config, runner.model, tokens), tokens)
+    return Cell(make_policy(combination.config, runner.model, tokens), tokens, combination.config.kv_bits)

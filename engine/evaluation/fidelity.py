@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ...cache.layout import kept_bytes
 from ..prefill import OnChunk
 from ..runner import Runner
 from .replay import Branches, replay
@@ -35,6 +36,7 @@ class Fidelity:
     share of them in which both have the same likeliest token. Both None where nothing was to be compared: a
     continuation whose only token comes out of the prefill, which no policy changes. answer_loss: nats per token by
     which the reference answer became less likely, None without an answer. kept: slots over slots of the full cache.
+    bytes: of the arena's rows, bookkeeping included.
     """
 
     kl: float | None
@@ -44,6 +46,7 @@ class Fidelity:
     answer_nll: float | None
     answer_tokens: int
     kept: float
+    bytes: int = 0
 
 
 @torch.inference_mode()
@@ -80,7 +83,7 @@ def fidelity(
         if judge is None:
             judge = _Judge(continued, nll)
             continue
-        found.append(judge.compare(continued, nll, len(answer), _share(runner, one, reading.tokens)))
+        found.append(judge.compare(continued, nll, len(answer), *_size(runner, one, reading.tokens)))
     return found
 
 
@@ -131,7 +134,9 @@ class _Judge:
         self.best = logits.argmax(-1)
         self.answer_nll = answer_nll
 
-    def compare(self, logits: Tensor, answer_nll: float | None, answer_tokens: int, kept: float) -> Fidelity:
+    def compare(
+        self, logits: Tensor, answer_nll: float | None, answer_tokens: int, kept: float, nbytes: int
+    ) -> Fidelity:
         tokens = logits.shape[0]
         loss = None
         if answer_nll is not None and self.answer_nll is not None:
@@ -144,6 +149,7 @@ class _Judge:
             answer_nll=answer_nll,
             answer_tokens=answer_tokens,
             kept=kept,
+            bytes=nbytes,
         )
 
 
@@ -167,6 +173,12 @@ def allowed(runner: Runner, logits: Tensor) -> Tensor:
     return logits if runner.unused is None else logits.index_fill_(-1, runner.unused, float("-inf"))
 
 
-def _share(runner: Runner, kept: Kept | None, tokens: int) -> float:
+def _size(runner: Runner, kept: Kept | None, tokens: int) -> tuple[float, int]:
+    """The share of a full cache's slots, and bytes."""
     layout = runner.layout
-    return 1.0 if kept is None else kept.slots / (tokens * layout.num_layers * layout.num_kv_heads)
+    rows = layout.num_layers * layout.num_kv_heads
+    if kept is None:
+        return 1.0, rows * kept_bytes(layout, tokens, marks=True)
+    layout = replace(layout, kv_bits=kept.bits, window=kept.window)
+    nbytes = sum(kept_bytes(layout, length, marks=True) for row in kept.lengths for length in row)
+    return kept.slots / (tokens * rows), nbytes

@@ -135,13 +135,13 @@ def _attend(
 ) -> Tensor:
     """Attention `[heads, n, head_dim]` of the branches' queries over kept rows of a layer and over each other."""
     kv_heads, tokens, head_dim = keys.shape
-    if kept is not None and not kept.agrees(layer):
+    if kept is not None and (kept.bits is not None or not kept.agrees(layer)):
         group = queries.shape[0] // kv_heads
         parts = []
         for head in range(kv_heads):
             columns = kept.columns(layer, head)
             one = slice(head, head + 1)
-            past = [table[one].index_select(1, columns) for table in (keys, values)]
+            past = [table[None] for table in kept.numbers(layer, head, keys[head], values[head])]
             span = queries[head * group : (head + 1) * group]
             mask = sight.mask(columns)
             parts.append(_grouped(span, past, own_keys[one], own_values[one], mask, scale))

@@ -156,8 +156,12 @@ def kept_rows(runner: Runner, reading: Reading, kept: Kept | None) -> SavedRows:
         for head in range(layout.num_kv_heads):
             columns = everything if kept is None else kept.columns(layer, head)
             row = arena.row(layer, head)
-            keys.append(row[0].index_select(0, columns))
-            values.append(row[1].index_select(0, columns))
+            if kept is None:
+                pair = row[0][: reading.tokens], row[1][: reading.tokens]
+            else:
+                pair = kept.numbers(layer, head, row[0], row[1])
+            keys.append(pair[0])
+            values.append(pair[1])
             positions.append(columns.to(torch.int32))
     position = torch.cat(positions)
     score = torch.zeros(len(position), device=position.device)

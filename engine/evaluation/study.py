@@ -8,7 +8,7 @@ for all allocations.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ...cache.arena import Staged
 from ...cache.cascade import Cascade
 from ...cache.policies.base import Indicator, LayerScore, Policy
 from ...cache.policies.composed import ComposedPolicy
+from ...cache.quantise import pack_keys, pack_values, whole_groups, widen_keys, widen_values
 from ...cache.view import LayerView
 from .. import prefill
 from ..keeping import Chosen, chosen_from, deal
@@ -31,18 +32,47 @@ class Kept:
     """What one policy keeps of a full cache.
 
     orders: per layer int64 `[kv_heads, >= length]`, the columns most worth keeping first; columns of a prompt read in
-    one piece are positions. lengths: per layer and KV head.
+    one piece are positions. lengths: per layer and KV head. bits: in how many what lies outside of the `window` is
+    packed, None for as it is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bits: int | None = None, window: int = 0) -> None:
+        self.bits, self.window = bits, window
         self.orders: list[Tensor] = []
         self.lengths: list[list[int]] = []
         self.preferences: list[float | tuple[float, ...]] = []
+        self._packed: list[list[int]] = []  # per layer and KV head, how many were packed when the layer was read
 
     def add(self, order: Tensor, lengths: list[list[int]]) -> None:
         """Take a further layer's order, and the lengths of all layers with it."""
         self.orders.append(order)
+        self._packed.append(lengths[-1])
         self.lengths = lengths
+
+    @classmethod
+    def everything(cls, tokens: int, layers: int, kv_heads: int, bits: int, window: int, device: torch.device) -> Kept:
+        """A full cache of so many tokens, packed."""
+        kept, inside = cls(bits, window), min(window, tokens)
+        order = torch.arange(tokens, device=device).roll(inside).expand(kv_heads, -1)  # the window comes first
+        for layer in range(layers):
+            kept.add(order, [[tokens] * kv_heads] * (layer + 1))
+        return kept
+
+    def numbers(self, layer: int, head: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values `[length, head_dim]` of one row, as they are stored, out of a full cache's row."""
+        columns = self.columns(layer, head)
+        if self.bits is None:
+            return keys.index_select(0, columns), values.index_select(0, columns)
+        inside = min(self.window, len(columns))
+        whole = min(inside + whole_groups(len(columns) - inside), self._packed[layer][head])
+        columns = self.orders[layer][head, :whole]  # a group that was cut later had its scale when it was whole
+        kept = keys.index_select(0, columns), values.index_select(0, columns)
+        if whole > inside:
+            packed = pack_keys(kept[0][inside:], self.bits), pack_values(kept[1][inside:], self.bits)
+            widen_keys(kept[0][inside:], *packed[0], self.bits)
+            widen_values(kept[1][inside:], *packed[1], self.bits)
+        length = self.lengths[layer][head]
+        return kept[0][:length], kept[1][:length]
 
     def columns(self, layer: int, head: int) -> Tensor:
         """int64 `[length]`: the kept columns of one row, the most worth keeping first."""
@@ -59,18 +89,19 @@ class Kept:
 
 @dataclass(frozen=True)
 class Cell:
-    """One policy with one budget in tokens per layer and KV head; None keeps everything."""
+    """One policy with one budget in tokens per layer and KV head; None keeps everything. bits: as in `Kept`."""
 
     policy: Policy
     budget: int | None
+    bits: int | None = None
 
 
 @dataclass
 class Reading:
     """A prompt that has been read: its full cache is in the runner's arena, `sequence` active.
 
-    logits: fp32 `[vocab]` of the token after it. kept: for each cell what it keeps, None for everything. room: tokens
-    that may still be fed.
+    logits: fp32 `[vocab]` of the token after it. kept: for each cell what it keeps, None for everything as it is. room:
+    tokens that may still be fed.
     """
 
     sequence: TextSequence
@@ -83,17 +114,27 @@ class Reading:
 class Study:
     """Watches a prefill that evicts nothing and runs every cell's cascade over it; see `prefill.reading`."""
 
-    def __init__(self, cells: Sequence[Cell], tokens: int, *, num_layers: int, kv_heads: int, window: int) -> None:
+    def __init__(
+        self,
+        cells: Sequence[Cell],
+        tokens: int,
+        *,
+        num_layers: int,
+        kv_heads: int,
+        window: int,
+        device: torch.device,
+    ) -> None:
         """`tokens`: the length of the prompt; a cell whose budget holds all of it keeps everything."""
+        shape = tokens, num_layers, kv_heads
         self.kept: list[Kept | None] = []
         self._active: list[_Active] = []
         for cell in cells:
             evicting = cell.policy.evicts and cell.budget is not None and tokens > cell.budget
             if not evicting or cell.budget is None:
-                self.kept.append(None)
+                self.kept.append(None if cell.bits is None else Kept.everything(*shape, cell.bits, window, device))
                 continue
             cascade = cell.policy.cascade(num_layers, kv_heads, cell.budget, window)
-            active = _Active(cell.policy, cascade)
+            active = _Active(cell.policy, cascade, Kept(cell.bits, window))
             self._active.append(active)
             self.kept.append(active.kept)
 
@@ -118,7 +159,7 @@ class _Active:
 
     policy: Policy
     cascade: Cascade
-    kept: Kept = field(default_factory=Kept)
+    kept: Kept
 
 
 class _LayerScores:
@@ -196,7 +237,14 @@ def read(
     sequence, config, window = TextSequence(), runner.decoder.config, runner.cache.window
     room = runner.prepare(sequence, len(ids), new_tokens)
     assert sequence.budget is None, "the runner evicts by a policy of its own"
-    study = Study(cells, len(ids), num_layers=config.num_layers, kv_heads=config.num_kv_heads, window=window)
+    study = Study(
+        cells,
+        len(ids),
+        num_layers=config.num_layers,
+        kv_heads=config.num_kv_heads,
+        window=window,
+        device=runner.decoder.device,
+    )
     sequence.ring = QueryRing(
         config.num_layers,
         window,

@@ -59,13 +59,13 @@ def summarise(
             differences: dict[str, Interval | None] = {}
             for measure in measures:
                 name = measure.field
-                values[name] = bootstrap([one[name] for one in own if one[name] is not None])
+                values[name] = bootstrap([one[name] for one in own if one.get(name) is not None])
                 differences[name] = None
                 if baseline is not None and policy != baseline:
                     pairs = [
                         (one[name], other[name])
                         for one, other in zip(own, base, strict=True)
-                        if one[name] is not None and other[name] is not None
+                        if one.get(name) is not None and other.get(name) is not None
                     ]
                     differences[name] = paired([one for one, _ in pairs], [other for _, other in pairs])
             entries.append(Entry(policy, budget, len(prompts), values, differences))

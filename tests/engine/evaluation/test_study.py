@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 from cake_infer.cache.config import CacheConfig
 from cake_infer.cache.policies import POLICIES, make_policy
+from cake_infer.engine.evaluation.fidelity import _size
 from cake_infer.engine.evaluation.study import Cell, read
 from cake_infer.engine.sequence import Sequence
 
@@ -106,3 +110,33 @@ def test_a_layer_is_scored_once_for_all_budgets_and_an_indicator_once_for_all_al
     combinations = [{"policy": "snapkv"}, {"policy": "snapkv", "allocation": "cake"}, {"policy": "pyramidkv"}]
     read(runner, random_ids(80), cells(runner, combinations, [10, 20, 30]), new_tokens=1)
     assert calls == list(range(runner.layout.num_layers))
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_a_packed_cell_has_the_numbers_of_its_own_prefill(tmp_path, write_checkpoint, make_runner, random_ids, bits):
+    """To the last cut group, whose scale is from when it was whole."""
+    folder, prompt, budget = write_checkpoint(tmp_path / "model", num_hidden_layers=4), random_ids(150), 70
+    options = [{"policy": "cake"}, {"policy": "cake", "heads": "adaptive"}, {"policy": "full"}]
+    runner = make_runner(folder, policy="full", window=WINDOW, kv_dtype=torch.float32)
+    wanted = [replace(cell, bits=bits) for cell in cells(runner, options, [budget])]
+    reading = read(runner, prompt, wanted, new_tokens=4)
+    arena = runner.tenancy.arena
+    for kept, one in zip(reading.kept, options, strict=True):
+        asked = {} if one["policy"] == "full" else {"budget": budget}
+        real = make_runner(folder, window=WINDOW, kv_bits=bits, kv_dtype=torch.float32, **asked, **one)
+        sequence = Sequence()
+        real.feed(sequence, prompt, real.prepare(sequence, len(prompt), 4))
+        total = 0
+        for layer in range(4):
+            for head in range(runner.layout.num_kv_heads):
+                keys, values, _ = arena.row(layer, head)
+                found = kept.numbers(layer, head, keys, values)
+                rows = [table[:-1] for table in real.tenancy.arena.widened(layer, head, torch.float32)]
+                n = int(real.tenancy.arena.packed.length[layer, head])
+                order = torch.arange(len(rows[2])).roll(-n)  # the window first
+                assert rows[2][order].tolist() == kept.columns(layer, head).tolist()
+                for table, exact in zip(found, rows[:2], strict=True):
+                    torch.testing.assert_close(table, exact[order], rtol=0, atol=0)
+                total += 2 * 4 * WINDOW * 8 + 8 * WINDOW
+                total += -(-n // 32) * (32 * (2 * bits * 8 // 8 + 4 + 8) + 4 * 8)  # a head has 8 channels
+        assert _size(runner, kept, len(prompt))[1] == total
