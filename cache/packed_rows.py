@@ -9,7 +9,7 @@ from torch import Tensor
 from .layout import ArenaLayout
 from .packed_store import PackedStore
 from .quantise import GROUP, pack_keys, pack_values, whole_groups, widen_keys, widen_values
-from .saved_rows import SavedPacked, whole
+from .saved_rows import SavedPacked, inside, whole
 
 TILE = 64 * GROUP  # slots packed at a time: bounds the fp32 copies
 
@@ -154,11 +154,14 @@ class PackedRows:
         """A copy of every row, which `load` brings back exactly."""
         sizes = whole(self.length)
         each = [slice(int(o), int(o + n)) for o, n in zip(self.offset.flat, sizes.flat, strict=True)]
-        tables = []
+        behind = torch.from_numpy(~inside(self.length)).to(self.store.key_codes.device)
+        tables: list[Tensor] = []
         for table in self.store.tables:
             step = self.store.slots // table.shape[0] if table.shape[0] else 1
             parts = [table[span.start // step : span.stop // step] for span in each]
             tables.append(torch.cat(parts))
+            if step == 1:  # what lies behind a row is whatever was there before
+                tables[-1].masked_fill_(behind.view(-1, *[1] * (table.dim() - 1)), 0)
         return SavedPacked(self.store.bits, tuple(tables), self.length.copy(), self.capacity.copy())
 
     def load(self, saved: SavedPacked) -> None:

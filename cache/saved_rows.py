@@ -28,6 +28,14 @@ def whole(lengths: np.ndarray) -> np.ndarray:
     return -(-lengths // GROUP) * GROUP
 
 
+def inside(lengths: np.ndarray) -> np.ndarray:
+    """Of rows side by side in whole groups, which slots are theirs: bool `[slots]`."""
+    sizes, flat = whole(lengths).reshape(-1), lengths.reshape(-1)
+    ends = np.cumsum(sizes)
+    slots: np.ndarray = np.arange(int(sizes.sum())) - np.repeat(ends - sizes, sizes)
+    return slots < np.repeat(flat, sizes)
+
+
 @dataclass
 class SavedPacked:
     """A copy of all packed rows: the store's tables, row by row in whole groups, and their bookkeeping.

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ..errors import SnapshotError
 from .quantise import GROUP, KV_BITS, code_bytes, value_groups
-from .saved_rows import TABLES, SavedPacked, SavedRows, whole
+from .saved_rows import TABLES, SavedPacked, SavedRows, inside, whole
 
 FORMAT = "cake-infer cache"
 VERSION = 2
@@ -226,10 +226,8 @@ def _packed(
     position, score = tensors["packed_position"], tensors["packed_score"]
     need(position.dtype == torch.int32 and position.shape == (slots,))
     need(score.dtype == torch.float32 and score.shape == (slots,))
-    ends = np.cumsum(whole(table).reshape(-1))
-    owned = np.arange(slots) - np.repeat(ends - whole(table).reshape(-1), whole(table).reshape(-1))
-    inside = torch.from_numpy(owned < np.repeat(table.reshape(-1), whole(table).reshape(-1)))
-    need(bool(((position[inside] >= 0) & (position[inside] < total)).all()))
+    written = position[torch.from_numpy(inside(table))]
+    need(bool(((written >= 0) & (written < total)).all()))
     return SavedPacked(bits, tuple(tensors[f"packed_{name}"] for name in TABLES), table, whole(table))
 
 

@@ -9,12 +9,13 @@ import struct
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from cake_infer.cache import snapshot as module
-from cake_infer.cache.saved_rows import SavedRows
+from cake_infer.cache.saved_rows import SavedPacked, SavedRows, whole
 from cake_infer.cache.snapshot import Snapshot, check_target, read_snapshot, write_snapshot
 from cake_infer.errors import SnapshotError
 from safetensors.torch import save_file
@@ -164,7 +165,7 @@ def test_files_that_contradict_themselves_are_refused_though_their_checksum_is_r
         (lambda data: data[:-1], "is truncated"),
         (lambda data: data + b" ", "is altered"),
         (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "does not agree with its checksum"),
-        (lambda data: data.replace(b'"version":"1"', b'"version":"2"'), "has format 2.*newer"),
+        (lambda data: data.replace(b'"version":"1"', b'"version":"3"'), "has format 3.*newer"),
     ],
 )
 def test_the_reason_is_said(tmp_path, change, reason):
@@ -215,7 +216,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path, m
 
 SAVER = """
 import sys, torch, numpy as np
-from cake_infer.cache.saved_rows import SavedRows
+from cake_infer.cache.saved_rows import SavedPacked, SavedRows, whole
 from cake_infer.cache.snapshot import Snapshot, write_snapshot
 slots = 1 << 15
 length = np.array([[slots]])
@@ -245,3 +246,55 @@ def test_killed_during_a_save_the_old_file_or_the_new_one_is_there(tmp_path):
         process.wait()
     assert seen_unfinished
     assert read_snapshot(path).about in ({}, made().about)
+
+
+def made_packed(bits: int = 4) -> Snapshot:
+    generator = torch.Generator().manual_seed(bits)
+    packed_length = LENGTH * 2  # beside LENGTH tokens that are not packed
+    slots = int(whole(packed_length).sum())
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).half()
+
+    codes = [torch.randint(0, 255, (slots, bits), generator=generator, dtype=torch.uint8) for _ in range(2)]
+    key, value = [numbers(slots // 32, 8) for _ in range(2)], [numbers(slots, 1) for _ in range(2)]
+    position = torch.randint(0, 40, (slots,), generator=generator, dtype=torch.int32)
+    tables = (*codes, *key, *value, position, torch.zeros(slots))
+    one = made()
+    rows = replace(one.rows, packed=SavedPacked(bits, tables, packed_length, whole(packed_length)))
+    return replace(one, rows=rows)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_packed_rows_come_back_bit_for_bit(tmp_path, bits):
+    path, one = tmp_path / "a.cake", made_packed(bits)
+    write_snapshot(path, one)
+    other = read_snapshot(path)
+    assert same(one, other)
+    assert other.rows.packed.bits == bits
+    assert (other.rows.packed.length == one.rows.packed.length).all()
+    assert (other.rows.packed.capacity == whole(one.rows.packed.length)).all()
+    for table, found in zip(one.rows.packed.tables, other.rows.packed.tables, strict=True):
+        assert torch.equal(table, found)
+    assert b'"version":"2"' in path.read_bytes()
+    write_snapshot(path, made())
+    assert b'"version":"1"' in path.read_bytes(), "what older programs read is written as they read it"
+
+
+def test_packed_tables_that_do_not_fit_each_other_are_refused(tmp_path):
+    path, one = tmp_path / "a.cake", made_packed()
+    packed = one.rows.packed
+    wrong = [replace(packed, bits=2), replace(packed, bits=3), replace(packed, length=packed.length + 32)]
+    for number in range(8):
+        tables = list(packed.tables)
+        tables[number] = tables[number][1:]
+        wrong.append(replace(packed, tables=tuple(tables)))
+        tables[number] = packed.tables[number].double()
+        wrong.append(replace(packed, tables=tuple(tables)))
+    outside = list(packed.tables)
+    outside[6] = torch.full_like(outside[6], 40)
+    wrong.append(replace(packed, tables=tuple(outside)))
+    for spoilt in wrong:
+        write_snapshot(path, replace(one, rows=replace(one.rows, packed=spoilt)))
+        with pytest.raises(SnapshotError, match="is inconsistent"):
+            read_snapshot(path)
