@@ -45,6 +45,11 @@ class SharedArena:
         return self.store.nbytes
 
     @property
+    def used_bytes(self) -> int:
+        """What the members take of it, with their headroom, and staging while they are read."""
+        return sum(arena.nbytes for arena in self._members.values())
+
+    @property
     def members(self) -> list[Arena]:
         """From left to right."""
         return sorted(self._members.values(), key=lambda arena: arena.first)

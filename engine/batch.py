@@ -111,6 +111,11 @@ class Batch:
         """How many sequences are in the batch, those that wait to be read included."""
         return len(self._members)
 
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Those that are in the batch."""
+        return [member.sequence for member in self._members]
+
     # -- joining and leaving ------------------------------------------------------------------------------------------
 
     def join(

@@ -1,0 +1,65 @@
+"""What the server may be told: where it listens, who may ask, and how much. Imports no torch."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from ...errors import OptionError
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Every bound of the server. Raises OptionError for a value that cannot be applied.
+
+    parallel: replies that are decoded together at most. queue: how many more may wait for a place. arena: bytes of KV
+    memory for all of them, None for what `parallel` of the longest would take, or what is free.
+    max_body: bytes of a request's body. max_prompt: tokens of a prompt, None for what the context allows.
+    max_new_tokens: what a request gets that does not say how many tokens it wants.
+    documents, document_bytes: how many documents are kept, and bytes of their keys and values.
+    connections: open connections. backlog: pieces of text that wait for a client that does not read; then it is
+    dropped. patience: seconds in which a client must have sent its request, or taken what was sent to it.
+    grace: seconds that running replies get when the server is asked to stop.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    public: bool = False
+    parallel: int = 16
+    queue: int = 64
+    arena: str | None = None
+    max_body: int = 16 * MIB
+    max_prompt: int | None = None
+    documents: int = 16
+    document_bytes: int = 1024 * MIB
+    connections: int = 256
+    backlog: int = 1024
+    patience: float = 60.0
+    grace: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise OptionError(f"port must be between 0 (any that is free) and 65535, not {self.port}")
+        if self.api_key is not None and (not self.api_key.strip() or not self.api_key.isascii()):
+            raise OptionError("api_key must be a text of ASCII characters that is not empty")
+        for name in ("parallel", "max_body", "connections", "backlog"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.api_key is None and not self.public and not is_loopback(self.host):
+            raise OptionError(
+                f"host {self.host} can be reached from other machines, and anybody there could use the model: set the "
+                "option api_key, or the option public to let everybody in"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs on this machine can reach an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False  # a name may resolve to anything
