@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@rm -f "$(VENV)"/.installed-*
 	$(PIP) install --quiet -c constraints.txt setuptools
 	$(PIP) install --quiet $(TORCH)
-	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[demo,chat,eval,dev]'
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[demo,chat,eval,serve,dev]'
 	@touch "$@"
 
 demo: $(STAMP)

@@ -27,6 +27,7 @@ EXIT_CODES = (
 COMMANDS = {
     "chat": ("repl", "a conversation at the terminal"),
     "compress": ("compress", "read a document once and save what is kept of it, for many questions"),
+    "serve": ("serve", "an HTTP server that OpenAI's clients can talk to"),
     "plan": ("plan", "what a run takes in memory, without loading the model"),
     "eval fidelity": ("eval_fidelity", "how far each policy's cache is from the full one, over many prompts"),
     "eval needle": ("eval_needle", "whether facts in a long text are found again, by length, depth and policy"),

@@ -72,6 +72,21 @@ def compress(
     on_progress: OnProgress | None,
 ) -> Document:
     """See `Engine.compress`."""
+    fed, source = document_ids(engine, text, messages, ids)
+    runner, sequence = engine.runner, TextSequence()
+    with runner.access.alone():
+        runner.prepare(sequence, len(fed), ROOM)
+        if sequence.budget is not None and engine.cache.kv_memory is None:
+            tell_if_raised(Budget.parse(engine.cache.budget), len(fed), engine.cache.window)
+        with runner.access.whole(sequence):
+            runner.feed(sequence, fed, 0, on_chunk=chunk_reporter(engine.config.num_layers, on_progress))
+        return as_document(engine, sequence, source)
+
+
+def document_ids(
+    engine: Engine, text: str | None, messages: list[Message] | None, ids: Sequence[int] | None
+) -> tuple[list[int], str | list[Message] | None]:
+    """What is fed of a document before a question is known, and its source. Raises PromptError and OptionError."""
     if sum(given is not None for given in (text, messages, ids)) != 1:
         raise OptionError("give exactly one of a text, messages and ids")
     source: str | list[Message] | None = None
@@ -89,14 +104,12 @@ def compress(
         fed = _before_question(engine, text or "")
     if not fed or source == "" or (isinstance(source, list) and not source[-1]["content"]):
         raise PromptError("the document is empty: there is nothing to keep of it")
-    runner, sequence = engine.runner, TextSequence()
-    with runner.access.alone():
-        runner.prepare(sequence, len(fed), ROOM)
-        if sequence.budget is not None and engine.cache.kv_memory is None:
-            tell_if_raised(Budget.parse(engine.cache.budget), len(fed), engine.cache.window)
-        with runner.access.whole(sequence):
-            runner.feed(sequence, fed, 0, on_chunk=chunk_reporter(engine.config.num_layers, on_progress))
-        kept = runner.tenancy.copy(sequence)
+    return fed, source
+
+
+def as_document(engine: Engine, sequence: TextSequence, source: str | list[Message] | None) -> Document:
+    """The document of a sequence that has read it and nothing else, in the arena or set aside."""
+    kept = engine.runner.copy(sequence)
     kind = "ids" if source is None else "text" if isinstance(source, str) else "messages"
     return Document(pack(engine, kept, "document", given=kind, source=source), source)
 

@@ -227,7 +227,7 @@ def flag_name(field: str, flag: Flag) -> str:
 
 FLAG_NAMES = {
     field: flag_name(field, flag) for field, flag in {**ENGINE_FLAGS, **CACHE_FLAGS, **GENERATION_FLAGS}.items()
-} | {"revision": "--revision"}
+} | {name: "--" + name.replace("_", "-") for name in ("revision", "host", "port", "api_key", "public", "arena")}
 
 
 def add_flags(

@@ -242,7 +242,8 @@ WITHOUT_ENGINE = {"plan", "policies", "models", "import-gguf"}
 COMPARING = {name for name in cli.COMMANDS if name.startswith("eval ")} | {
     "inspect",
     "tune",
-}  # every flag of theirs is observed in tests/engine/evaluation
+    "serve",
+}  # every flag of theirs is observed in tests/engine/evaluation, and in tests/engine/serving
 
 
 def flags_of(command: str | None) -> set[str]:

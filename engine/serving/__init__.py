@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's interface over one continuous batch. Needs the extra `serve`; imported by its command only."""
+"""The HTTP server: OpenAI's interface over one continuous batch. Needs the extra `serve`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,12 +13,14 @@ from ..batch import Batch, Outcome
 from ..generation import GenerationConfig
 from ..reply import Written
 from ..results import Piece
-from ..runner import Timing
 from ..sequence import Sequence
+from ..timing import Timing
 
 if TYPE_CHECKING:
     from ..document import Document
     from ..engine import Engine
+
+log = logging.getLogger(__name__)
 
 Event = Piece | BaseException  # an exception is the last one, and so is a piece with a finish reason
 Sink = Callable[["Job", list[Event]], None]
@@ -55,6 +58,7 @@ class Job:
         raise NotImplementedError
 
 
+@dataclass(eq=False)
 class ReplyJob(Job):
     """A reply, as pieces of text."""
 
@@ -71,11 +75,17 @@ class ReplyJob(Job):
                 events.append(piece)
         if self.written.finished or outcome.finished:
             batch.leave(self.sequence)
-            events.append(self.written.end())
+            events.append(self._end())
         return events
 
     def cut(self) -> list[Event]:
-        return [self.written.end()]
+        return [self._end()]
+
+    def _end(self) -> Piece:
+        last = self.written.end()
+        if last.stats is not None:
+            log.debug("%s", last.stats.line())
+        return last
 
 
 @dataclass(frozen=True)

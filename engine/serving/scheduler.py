@@ -83,7 +83,7 @@ class Scheduler:
         return self._deadline is not None
 
     def submit(self, jobs: list[Job]) -> None:
-        """Let jobs wait for their turn, all of them or none. Raises ApiError: 429 where too many wait, 503 at the end."""
+        """Let jobs wait for their turn, all or none. Raises ApiError: 429 where too many wait, 503 at the end."""
         with self._changed:
             if self.stopping or self._closed:
                 raise ApiError(503, "the server is stopping: ask again when it is back", headers={"Retry-After": "5"})
@@ -202,9 +202,7 @@ class Scheduler:
                 self._watcher.waited(job, time.perf_counter() - job.asked)
 
     def _join(self, job: Job) -> None:
-        self._batch.join(
-            job.sequence, job.ids, job.generation, stop_ids=job.stop_ids, timing=job.timing, keep=job.keep
-        )
+        self._batch.join(job.sequence, job.ids, job.generation, stop_ids=job.stop_ids, timing=job.timing, keep=job.keep)
 
     def _refuse(self, job: Job, error: BaseException) -> None:
         self._waiting.remove(job)

@@ -29,8 +29,8 @@ def _text_format(value: object) -> bool:
     return value is None or (isinstance(value, Mapping) and value.get("type") == "text")
 
 
-# fields of OpenAI's interface, and of other servers', that would change the answer and that this one does not have; each
-# may have the values that change nothing
+# fields of OpenAI's interface, and of other servers', that would change the answer and that this one does not have;
+# each may have the values that change nothing
 NOT_SUPPORTED: dict[str, Callable[[object], bool]] = {
     "tools": _nothing,
     "tool_choice": _one_of("none", "auto"),
@@ -258,8 +258,8 @@ class CompletionRequest(Sampling):
         if not self.prompt:
             raise invalid("prompt is an empty list", "prompt")
         if isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return list(self.prompt)  # type: ignore[arg-type]
+            return [self.prompt]
+        return list(self.prompt)
 
 
 class DocumentRequest(Request):
