@@ -83,32 +83,8 @@ FLAGS = {
     "--patience": ("9.5", "options", "patience"),
     "--grace": ("0.5", "options", "grace"),
     "--model": ("mistral-7b", "load", "model"),
-    "--revision": ("v1", "load", "revision"),
-    "--random-weights": ("c.json", "load", "model"),
-    "--dtype": ("float16", "load", "dtype"),
-    "--device": ("cuda:1", "load", "device"),
-    "--threads": ("3", "load", "threads"),
     "--context": ("77", "load", "context"),
-    "--rope-scaling": ("yarn:2", "load", "rope_scaling"),
-    "--chunk": ("64", "load", "chunk"),
-    "--attention": ("sdpa", "load", "attention"),
-    "--step": ("eager", "load", "step"),
-    "--quant": ("int8", "load", "quant"),
-    "--tuning": ("off", "load", "tuning"),
     "--budget": ("3.2%", "cache", "budget"),
-    "--policy": ("snapkv", "cache", "policy"),
-    "--window": ("8", "cache", "window"),
-    "--indicator": ("snapkv", "cache", "indicator"),
-    "--allocation": ("uniform", "cache", "allocation"),
-    "--heads": ("equal", "cache", "heads"),
-    "--merge": ("d2o", "cache", "merge"),
-    "--decode-policy": ("hold", "cache", "decode_policy"),
-    "--hold-by": ("h2o", "cache", "hold_by"),
-    "--policy-option": ("pool=3", "cache", "policy_options"),
-    "--tau1": ("0.5", "cache", "tau1"),
-    "--tau2": ("0.5", "cache", "tau2"),
-    "--gamma": ("10", "cache", "gamma"),
-    "--kv-dtype": ("bfloat16", "cache", "kv_dtype"),
     "--max-tokens": ("2", "defaults", "max_new_tokens"),
     "--temperature": ("0.7", "defaults", "temperature"),
     "--top-k": ("5", "defaults", "top_k"),
@@ -118,7 +94,6 @@ FLAGS = {
     "--presence-penalty": ("0.5", "defaults", "presence_penalty"),
     "--frequency-penalty": ("-0.5", "defaults", "frequency_penalty"),
 }
-TOGETHER = {"--hold-by": ["--decode-policy", "hold"]}
 
 
 @pytest.fixture
@@ -151,14 +126,17 @@ def told(monkeypatch):
     return run
 
 
+def long_flags(command):
+    actions = build_parser(command)._actions
+    return {name for action in actions for name in action.option_strings if name.startswith("--")}
+
+
 def test_every_flag_arrives(told, capsys):
-    actions = build_parser("serve")._actions
-    names = {name for action in actions for name in action.option_strings if name.startswith("--")}
-    assert names - {"--help"} == {*FLAGS, "--quiet", "--verbose"}
+    own = long_flags("serve") - long_flags("chat")  # those of every model are observed in tests/test_cli.py
+    assert own == {flag for flag, (_, where, _) in FLAGS.items() if where == "options"}
+    assert long_flags("chat") - long_flags("serve") == {"--system", "--kv-memory", "--seed", "--stop"}
     for flag, (value, where, name) in FLAGS.items():
-        beside = TOGETHER.get(flag, [])
-        seen = told(*beside, flag, *([] if value is None else [value]))[where]
-        without = told(*beside)[where]
+        seen, without = told(flag, *([] if value is None else [value]))[where], told()[where]
         assert getattr(seen, name) != getattr(without, name), flag
         assert str(value or True) in str(getattr(seen, name)), flag
     assert "http://" in capsys.readouterr().err
