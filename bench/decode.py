@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--weights", choices=("float32", "bfloat16", "int8", "int4"))
     parser.add_argument("--prompt", type=int)
     parser.add_argument("--budget", type=int, default=512, help="0 keeps everything")
+    parser.add_argument("--policy", default="cake", help="what keeps the budget")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3, help="each case is measured so often, interleaved")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -116,7 +117,7 @@ def main() -> None:
         for case in cases:
             weights, prompt, budget = case
             if (weights, budget) not in engines:
-                cache = {"budget": budget} if budget else {"policy": "full"}
+                cache = {"policy": args.policy, "budget": budget} if budget else {"policy": "full"}
                 how = (
                     {"quant": weights}
                     if weights.startswith("int")
@@ -138,7 +139,7 @@ def main() -> None:
     for case in cases:
         weights, prompt, budget = case
         found[case] = float(np.median(medians[case]))
-        name = f"{weights} weights, prompt {prompt:,}, {'budget ' + str(budget) if budget else 'full cache'}"
+        name = f"{weights} weights, prompt {prompt:,}, {f'{args.policy} {budget}' if budget else 'full cache'}"
         share = float(np.median(shares[case]))
         report(
             "decode",

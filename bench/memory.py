@@ -77,6 +77,7 @@ class Run:
     threads: int
     random_weights: bool = False
     decode_policy: str = "grow"
+    policy: str = "cake"
     cold: bool = False
 
     def measure(self) -> dict[str, Any]:
@@ -148,7 +149,7 @@ def measure_ours(run: Run) -> dict[str, Any]:
     cache = (
         CacheConfig(policy="full")
         if run.engine == "full"
-        else CacheConfig(budget=run.budget, decode_policy=run.decode_policy)
+        else CacheConfig(policy=run.policy, budget=run.budget, decode_policy=run.decode_policy)
     )
     with Engine.load(
         run.model, cache=cache, chunk=run.chunk, threads=run.threads, device="cpu", random_weights=run.random_weights
@@ -230,7 +231,7 @@ def measure_transformers(run: Run) -> dict[str, Any]:
 
 def prefill_case(args: argparse.Namespace, engine: str, tokens: int, peer: dict[str, Any] | None) -> bool:
     """Measure and report one prompt length. Returns whether bound and plan hold."""
-    run = Run(engine, args.model, tokens, 1, args.budget, args.chunk, args.threads, cold=args.cold)
+    run = Run(engine, args.model, tokens, 1, args.budget, args.chunk, args.threads, cold=args.cold, policy=args.policy)
     mine = run.measure()
     bound = BOUND_SHARE * mine["ideal"] + BOUND_BYTES
     error = mine["plan"] / mine["peak"] - 1
@@ -244,7 +245,7 @@ def prefill_case(args: argparse.Namespace, engine: str, tokens: int, peer: dict[
         f"bound {bound / MIB:.1f} MiB: {verdict}; plan {mine['plan'] / MIB:.1f} MiB, {error:+.1%} above the weights, "
         f"{whole:+.1%} of the whole"
     )
-    case = f"{engine}{f' {args.budget}' if engine == 'cake' else ''}, S={tokens}"
+    case = f"{f'{args.policy} {args.budget}' if engine == 'cake' else engine}, S={tokens}"
     report(
         "memory",
         case,
@@ -293,6 +294,7 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2-135m", help="folder or alias of a model that transformers can load")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, metavar="S")
     parser.add_argument("--budget", type=int, default=512)
+    parser.add_argument("--policy", default="cake", help="what keeps the budget")
     parser.add_argument("--chunk", type=int, default=512)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--cold", action="store_true", help="count library code that is first used in the prefill")

@@ -27,7 +27,8 @@ def window_attention(view: LayerView) -> Iterator[tuple[int, Tensor]]:
         else:  # all queries see what was there before the first of them
             late = (positions > at.min()).nonzero()[:, 0]
             logits[..., late] = logits[..., late].masked_fill(positions[late] > at, float("-inf"))
-        yield head, torch.softmax(logits, dim=-1)
+        logits = torch.softmax(logits, dim=-1)
+        yield head, logits
 
 
 def before_window(view: LayerView, head: int) -> Tensor:

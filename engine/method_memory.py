@@ -38,8 +38,14 @@ def method_bytes(
     reading = max((size for name, size in of_chunk.items() if name in asked), default=0)
     if choice is None or choice.indicator.name == "cake":
         return lasting, reading, 0
-    rows = heads // kv_heads * min(cache.window, tokens) if "window_queries" in asked else 0
+    group = heads // kv_heads
+    rows = group * min(cache.window, tokens) if "window_queries" in asked else 0
+    if choice.indicator.name == "defensivekv" and choice.options["indicator"]["norm"] == "l2":
+        # a head's attention and what it is made of, beside sums, norms and positions of all heads; or its values
+        attended = (2 * rows + 6 * kv_heads + 4) * tokens
+        measured = (2 * dim + 3 * kv_heads) * tokens + 2 * group * dim * hidden
+        return lasting, reading, max(attended, measured) * FP32
     scoring = (3 * rows + 4 * dim + 8 * kv_heads) * tokens * FP32
     if "output_projection" in asked:
-        scoring += 2 * min(projection.TILE_FLOATS, tokens * hidden) * FP32 + heads // kv_heads * dim * hidden * FP32
+        scoring += 2 * min(projection.TILE_FLOATS, tokens * hidden) * FP32 + group * dim * hidden * FP32
     return lasting, reading, scoring

@@ -45,12 +45,12 @@ class DefensiveIndicator:
     def score(self, view: LayerView) -> Tensor:
         """fp32 `[kv_heads, n]`: the score, and for protected tokens the layer's largest plus their mean attention."""
         scores, means, protected = self._parts(view)
-        return torch.where(protected, scores[scores.isfinite()].max() + means, scores)
+        return torch.where(protected, _largest(scores) + means, scores)
 
     def worth(self, view: LayerView, indicator: Tensor) -> Tensor:
         """The score, and for protected tokens the layer's largest: as heads are compared by the authors."""
         scores, _, protected = self._parts(view)
-        return torch.where(protected, scores[scores.isfinite()].max(), scores)
+        return torch.where(protected, _largest(scores), scores)
 
     def _parts(self, view: LayerView) -> tuple[Tensor, Tensor, Tensor]:
         """Worked out once for both, each `[kv_heads, n]`: scores, mean attention, and what that protects."""
@@ -70,13 +70,14 @@ class DefensiveIndicator:
         for head, attention in window_attention(view):
             length = attention.shape[2]
             before = before_window(view, head)
-            rows = attention.mul_(before)
-            worst = self._worst(rows, view.positions[head, :length])
+            attention.mul_(before)
+            worst = self._worst(attention, view.positions[head, :length])
             counted = worst[before]
             if len(counted):
                 worst = worst.clamp_min(float(counted.mean()))
             scores[head, :length] = worst * norms[head] / of_all[shared.inverse[head]].clamp_min(1e-30)
-            mean = rows.mean((0, 1))
+            mean = attention.mean((0, 1))
+            del attention  # before the next head's is made
             window_mass = 1 - float(mean.sum())
             means[head, :length] = mean
             protected[head, self._protected(mean, window_mass, view.window)] = True
@@ -100,3 +101,9 @@ class DefensiveIndicator:
 
     def describe(self) -> str:
         return f"pool {self.pool} mass {self.mass:g} norm {self.norm}"
+
+
+def _largest(scores: Tensor) -> Tensor:
+    """The largest finite score, NaN if there is none."""
+    finite = scores[scores.isfinite()]
+    return finite.max() if len(finite) else torch.full((), float("nan"), device=scores.device)

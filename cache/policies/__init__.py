@@ -41,10 +41,11 @@ class Named:
 NAMED = {
     "cake": Named("cake", "cake", paper="CAKE, Qin et al., ICLR 2025, arXiv 2503.12491"),
     "auto": Named(
-        "cake",
-        "cake",
-        "adaptive",
-        paper="what lost least in our comparison (docs/methods.md): CAKE, its rows shared over heads after Ada-KV",
+        "defensivekv",
+        "global",
+        "own",
+        options={"norm": "l2"},
+        paper="what lost least in our comparison (docs/methods.md): Layer-DefensiveKV, its values measured by length",
     ),
     "pyramidkv": Named("snapkv", "pyramid", paper="PyramidKV, Cai et al., arXiv 2406.02069"),
     "ada-kv": Named("snapkv", "uniform", "adaptive", paper="Ada-KV, Feng et al., NeurIPS 2025, arXiv 2407.11550"),
@@ -156,7 +157,11 @@ def choose(
     for name, value in given.items():
         having = [part for part in parts if name in found[part]]
         if not having:
-            raise OptionError(f"no part of the policy {policy} has the option {name!r}: {_existing(parts)}")
+            there = ", ".join(_having(name)[:3])
+            raise OptionError(
+                f"no part of the policy {policy} has the option {name!r}: {_existing(parts)}"
+                + (f"; choose a policy that has it: {there}" if there else "")
+            )
         for part in having:
             option = parts[part].option(name)
             assert option is not None
@@ -204,6 +209,16 @@ def _check_remembers(parts: Mapping[str, Method]) -> None:
             f"the indicator {keeps[0]} keeps a number with each row that the hold rule {hold} would write over: "
             "choose another one of the two"
         )
+
+
+def _having(option: str) -> list[str]:
+    """The named policies that have an option."""
+    tables = ((INDICATORS, "indicator"), (ALLOCATIONS, "allocation"), (HEADS, "heads"))
+    return [
+        policy
+        for policy, named in NAMED.items()
+        if any(table[getattr(named, part)].option(option) is not None for table, part in tables)
+    ]
 
 
 def _existing(parts: Mapping[str, Method]) -> str:

@@ -129,7 +129,8 @@ def run(args: argparse.Namespace, load: Load | None = None) -> int:
             if best is not None:
                 found.append(row_of(best, round(sum(tokens[number_of]) / len(tokens[number_of]))))
         if found:
-            console.notice(f"wrote {write_tuning(engine.model_path, found)}: runs of this model use it from now on")
+            path = write_tuning(engine.model_path, found)
+            console.notice(f"wrote {path}: runs of this model with the policy cake use it from now on")
         else:
             console.notice("no point of the grid is better than what is used now: nothing was written")
     return 0

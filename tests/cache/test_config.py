@@ -30,9 +30,9 @@ def test_defaults_are_those_of_the_paper() -> None:
         {"kv_dtype": "float16"},
         {"policy": "full"},
         {"policy": "full", "decode_policy": "hold", "budget": 64},
-        {"tau1": 1.6, "tau2": 0.4},
-        {"tau1": 2},
-        {"gamma": 0},
+        {"policy": "cake", "tau1": 1.6, "tau2": 0.4},
+        {"policy": "cake", "tau1": 2},
+        {"policy": "cake", "gamma": 0},
         {"pool": 1},
         {"decode_policy": "hold"},
         {"policy": "streaming-llm", "policy_options": ("sinks=8",)},
@@ -108,8 +108,12 @@ def test_budgets_that_cannot_hold_are_budget_errors(options: dict[str, Any], say
         ),
         ({"policy": "snapkv", "tau1": 1.0}, "no part of the policy snapkv has the option 'tau1': .*pool"),
         (
-            {"policy_options": ("sinks=4",)},
+            {"policy": "cake", "policy_options": ("sinks=4",)},
             "cake has the option .sinks.: .*gamma, pool.*tau1, tau2",
+        ),
+        (
+            {"policy": "auto", "tau1": 1.0},
+            "the policy auto has the option 'tau1': .*; choose a policy that has it: cake, critical-cake",
         ),
         ({"policy": "streaming-llm", "policy_options": ("sinks",)}, "cannot read the policy option 'sinks'"),
         ({"policy": "streaming-llm", "policy_options": ("sinks=a",)}, "sinks must be a whole number of at least 0"),
@@ -148,7 +152,9 @@ def test_options_of_a_policy_reach_the_part_that_has_them() -> None:
     assert given == CacheConfig(policy="streaming-llm", policy_options=("sinks=8",))
     assert given.choice is not None
     assert given.choice.options == {"indicator": {"sinks": 8}, "allocation": {}, "heads": {}, "merge": {}}
-    mixed = CacheConfig(indicator="snapkv", tau1=0.5, policy_options=("pool=3", "pooling=avg")).choice
+    mixed = CacheConfig(
+        indicator="snapkv", allocation="cake", tau1=0.5, policy_options=("pool=3", "pooling=avg")
+    ).choice
     assert mixed is not None
     assert mixed.options["indicator"] == {"pool": 3, "pooling": "avg"}
     assert mixed.options["allocation"] == {"tau1": 0.5, "tau2": None}
@@ -161,7 +167,7 @@ def test_a_wide_window_is_fine_where_the_default_budget_does_not_count(options: 
 
 
 def test_options_of_a_hold_rule_reach_the_rule_alone() -> None:
-    given = CacheConfig(decode_policy="hold", hold_by="cake, pool=3, interval=16")
+    given = CacheConfig(policy="cake", decode_policy="hold", hold_by="cake, pool=3, interval=16")
     assert given.choice is not None
     assert given.choice.options["hold"] == {"pool": 3, "interval": 16}
     assert given.choice.options["indicator"]["pool"] == 5

@@ -21,7 +21,7 @@ UNKNOWN = PolicyModel("llama", 30, 576, 49152)
 
 
 def cake(**options: Any) -> Policy:
-    return make_policy(CacheConfig(**options), UNKNOWN, 64)
+    return make_policy(CacheConfig(policy="cake", **options), UNKNOWN, 64)
 
 
 def make_view(n: int = 60, rows: int = 8, seed: int = 0) -> LayerView:
@@ -67,10 +67,13 @@ def test_the_nearest_budget_is_nearest_in_log_scale() -> None:
 
 
 def test_explicit_taus_win_one_by_one_and_are_told() -> None:
-    assert make_policy(CacheConfig(), LLAMA31, 1024).describe() == "cake tau 1.6/0.4 gamma 200"
-    assert make_policy(CacheConfig(tau2=2.5), LLAMA31, 1024).describe() == "cake tau 1.6/2.5 gamma 200"
-    assert make_policy(CacheConfig(tau1=0.3, gamma=5), LLAMA31, 1024).describe() == "cake tau 0.3/0.4 gamma 5"
-    assert make_policy(CacheConfig(), UNKNOWN, 1024).describe() == "cake tau 1/1 gamma 200"
+    assert make_policy(CacheConfig(policy="cake"), LLAMA31, 1024).describe() == "cake tau 1.6/0.4 gamma 200"
+    assert make_policy(CacheConfig(policy="cake", tau2=2.5), LLAMA31, 1024).describe() == "cake tau 1.6/2.5 gamma 200"
+    assert (
+        make_policy(CacheConfig(policy="cake", tau1=0.3, gamma=5), LLAMA31, 1024).describe()
+        == "cake tau 0.3/0.4 gamma 5"
+    )
+    assert make_policy(CacheConfig(policy="cake"), UNKNOWN, 1024).describe() == "cake tau 1/1 gamma 200"
 
 
 @pytest.mark.parametrize(("tau1", "tau2"), [(1.0, 1.0), (1.6, 0.4), (0.9, 2.3), (0.05, 0.1)])
@@ -118,7 +121,7 @@ def test_the_registry_makes_every_policy_it_names(one_prompt: Any) -> None:
         claim = LayerClaim(8, (52, 52), score.preference, score.curve, lambda limit, rows=ranked: list(rows[:, :limit]))
         lengths = policy.cascade(1, 2, 30, 8).add(claim)
         assert sum(lengths[0]) == 60
-        assert lengths == [[30, 30]] or name in ("ada-kv", "lava", "layer-defensivekv")
+        assert lengths == [[30, 30]] or name in ("auto", "ada-kv", "lava", "layer-defensivekv")
     with pytest.raises(OptionError, match=r"unknown policy 'h3o'.*cake, .*full"):
         replace(CacheConfig(), policy="h3o")
 

@@ -63,7 +63,7 @@ def test_turns_on_an_evicted_cache_equal_the_masked_dense_model_and_kept_sets_on
     model_folder, dense, force, random_ids, kept_positions
 ):
     folder = model_folder()
-    engine = load(folder, budget=24)
+    engine = load(folder, policy="cake", budget=24)
     chat, model = engine.chat(), Followed(dense(folder), 600)
     replies = [[*random_ids(6, seed=turn), 4] for turn in range(4)]  # 4: the end token, which is not fed
     texts = ["the " * 40, "and what of this one?", "x", "it was all for that " * 8]

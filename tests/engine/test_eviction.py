@@ -61,7 +61,7 @@ def test_kept_rows_are_those_of_the_paper_and_decoding_equals_the_masked_dense_m
     folder, dense, make_runner, random_ids, kept_positions, chunk
 ):
     prompt, new = random_ids(120), random_ids(20, seed=1)
-    runner = make_runner(folder, budget=24, window=WINDOW, chunk=chunk)
+    runner = make_runner(folder, policy="cake", budget=24, window=WINDOW, chunk=chunk)
     sequence = Sequence()
     first = feed(runner, sequence, prompt, len(new) + 1)
     kept = kept_positions(runner)
@@ -84,7 +84,7 @@ def test_kept_rows_are_those_of_the_paper_and_decoding_equals_the_masked_dense_m
 
 
 def test_a_row_is_stored_window_first_and_then_by_worth(folder, make_runner, random_ids, kept_positions):
-    runner = make_runner(folder, budget=24, window=WINDOW)
+    runner = make_runner(folder, policy="cake", budget=24, window=WINDOW)
     feed(runner, Sequence(), random_ids(120))
     arena = runner.tenancy.arena
     for (layer, head), positions in kept_positions(runner).items():
@@ -144,7 +144,7 @@ def test_a_continued_prefill_keeps_what_one_dealing_over_old_rows_and_new_tokens
     folder, dense, make_runner, random_ids, kept_positions, piece
 ):
     pieces = [random_ids(90), random_ids(piece, seed=1), random_ids(11, seed=2)]
-    runner = make_runner(folder, budget=24, window=WINDOW, chunk=37)
+    runner = make_runner(folder, policy="cake", budget=24, window=WINDOW, chunk=37)
     model, sequence, ids = dense(folder), Sequence(), []
     held: dict = {}
     masks: dict = {}
@@ -170,7 +170,7 @@ def test_a_continued_prefill_keeps_what_one_dealing_over_old_rows_and_new_tokens
 
 def test_decoded_tokens_are_voted_on_and_vote_themselves(dense, make_runner, random_ids, kept_positions, folder):
     prompt, reply, turn = random_ids(90), random_ids(13, seed=1), random_ids(3, seed=2)
-    runner = make_runner(folder, budget=24, window=WINDOW)
+    runner = make_runner(folder, policy="cake", budget=24, window=WINDOW)
     model, sequence = dense(folder), Sequence()
     feed(runner, sequence, prompt, len(reply) + 1)
     held = kept_positions(runner)

@@ -40,7 +40,7 @@ def test_rows_equal_a_plain_list_model_over_300_steps(
     tmp_path, write_checkpoint, dense, make_runner, random_ids, kept_positions, prompt, options
 ):
     folder = write_checkpoint(tmp_path / "model", **options)
-    runner = make_runner(folder, budget=24, window=WINDOW, decode_policy="hold")
+    runner = make_runner(folder, policy="cake", budget=24, window=WINDOW, decode_policy="hold")
     ids, new = random_ids(prompt), random_ids(300, seed=1)
     sequence = start(runner, ids, len(new) + 1)
     arena, decoder = runner.tenancy.arena, runner.decoder
@@ -113,7 +113,7 @@ def test_a_piece_after_a_held_reply_sees_what_the_reply_has_left_and_keeps_by_th
     tmp_path, write_checkpoint, dense, make_runner, random_ids, kept_positions, prompt
 ):
     folder = write_checkpoint(tmp_path / "model")
-    runner = make_runner(folder, budget=24, window=WINDOW, decode_policy="hold")
+    runner = make_runner(folder, policy="cake", budget=24, window=WINDOW, decode_policy="hold")
     ids, new, turn = random_ids(prompt), random_ids(40, seed=1), random_ids(5, seed=2)
     sequence = start(runner, ids, len(new) + 1)
     total = prompt + len(new) + len(turn)

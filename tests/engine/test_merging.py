@@ -34,7 +34,7 @@ def rows(runner, ids):
 @pytest.mark.parametrize("heads", ["equal", "adaptive"])
 @pytest.mark.parametrize("form", FORMS)
 def test_keys_and_positions_are_those_without_a_merge_and_values_are_not(folder, make_runner, random_ids, form, heads):
-    options = {"budget": BUDGET, "window": WINDOW, "heads": heads}
+    options = {"policy": "cake", "budget": BUDGET, "window": WINDOW, "heads": heads}
     plain = rows(make_runner(folder, **options), random_ids(PROMPT))
     merged = rows(make_runner(folder, merge=form, **options), random_ids(PROMPT))
     for row, (keys, values, positions) in plain.items():
@@ -51,9 +51,9 @@ def test_the_last_layer_is_cut_once_and_holds_one_fold_of_everything_evicted(
     """Of the last layer all columns are known: fold what a run without eviction holds, by what this one evicted."""
     ids = random_ids(PROMPT)
     full = rows(make_runner(folder, policy="full", window=WINDOW), ids)
-    plain = make_runner(folder, budget=BUDGET, window=WINDOW)
+    plain = make_runner(folder, policy="cake", budget=BUDGET, window=WINDOW)
     kept = rows(plain, ids)
-    merged = rows(make_runner(folder, budget=BUDGET, window=WINDOW, merge=form), ids)
+    merged = rows(make_runner(folder, policy="cake", budget=BUDGET, window=WINDOW, merge=form), ids)
     arena, scores = plain.tenancy.arena, scores_of(plain, ids, monkeypatch)
     for head in range(3):
         keys, values, positions = kept[3, head]
@@ -108,7 +108,7 @@ def test_an_earlier_layer_is_folded_at_every_cut(folder, make_runner, random_ids
 def test_a_merged_cache_is_written_to_and_read_as_any_other(folder, make_runner, random_ids):
     from cake_infer.engine import decode
 
-    runner, sequence = make_runner(folder, budget=BUDGET, window=WINDOW, merge="d2o", heads="adaptive"), Sequence()
+    runner, sequence = make_runner(folder, budget=BUDGET, window=WINDOW, merge="d2o"), Sequence()
     runner.feed(sequence, random_ids(PROMPT), runner.prepare(sequence, PROMPT, 8))
     with torch.inference_mode():
         for token in random_ids(7, seed=1):

@@ -39,7 +39,9 @@ def runner(make_runner, model_folder):
 # -- what is kept -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"decode_policy": "hold"}, {"heads": "adaptive"}, {"policy": "snapkv"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"decode_policy": "hold"}, {"policy": "cake", "heads": "adaptive"}, {"policy": "snapkv"}]
+)
 @pytest.mark.parametrize("size", [90, 91, 4000])
 def test_a_piece_that_holds_the_whole_text_is_the_whole_prefill(runner, random_ids, kept_positions, options, size):
     whole, streamed = runner(**options), runner(**options)
@@ -51,7 +53,9 @@ def test_a_piece_that_holds_the_whole_text_is_the_whole_prefill(runner, random_i
     assert kept_positions(streamed) == kept_positions(whole)
 
 
-@pytest.mark.parametrize("options", [{}, {"decode_policy": "hold"}, {"policy": "h2o"}, {"heads": "adaptive"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"decode_policy": "hold"}, {"policy": "h2o"}, {"policy": "cake", "heads": "adaptive"}]
+)
 @pytest.mark.parametrize(("tokens", "size"), [(100, 17), (96, 32), (60, 3), (33, 32), (40, 1)])
 def test_pieces_are_the_turns_of_a_conversation(runner, random_ids, kept_positions, options, tokens, size):
     """Each goes on from what is kept of those before: the same rows, and the same reply, as feeding turn by turn."""
@@ -71,7 +75,7 @@ def test_pieces_are_the_turns_of_a_conversation(runner, random_ids, kept_positio
 
 def test_what_pieces_keep_is_what_the_paper_says_of_rows_and_piece(runner, dense, model_folder, random_ids):
     """In float64 from the formulas: kept columns of the first piece and all of the second compete, and no others."""
-    made, sequence, ids = runner(), Sequence(), random_ids(80)
+    made, sequence, ids = runner(policy="cake"), Sequence(), random_ids(80)
     assert len(list(made.generate(sequence, ListedPieces(ids, 50), greedy(1)))) == 1
     arena = made.tenancy.arena
     layers, heads = arena.length.shape

@@ -129,6 +129,8 @@ def planned(engine: Engine, prompt_tokens: int, new_tokens: int, batch: int = 1)
         (1500, 16, "bfloat16", {}, CacheConfig(budget=64)),
         (1500, 128, "float32", {}, CacheConfig(budget=256)),
         (1500, 128, "bfloat16", {}, CacheConfig(budget=2000)),
+        (1500, 128, "bfloat16", {}, CacheConfig(policy="auto", budget=256)),
+        (3000, 512, "float32", {}, CacheConfig(policy="auto", budget=256)),
         (1500, 128, "bfloat16", {}, CacheConfig(policy="full")),
         (1500, 128, "bfloat16", {}, CacheConfig(budget=256, kv_dtype="bfloat16")),
         (1500, 128, "bfloat16", {}, CacheConfig(budget=256, decode_policy="hold")),

@@ -118,7 +118,8 @@ def test_no_tensor_is_as_large_as_the_text_squared_or_the_text_times_the_vocabul
 
     monkeypatch.setattr(ComposedPolicy, "score", watched)
     for length in (1024, 2048):
-        runner = make_runner(folder, budget=64, window=window, chunk=chunk)
+        policy = "cake" if case == "continued sliding" else "auto"  # it scores tile by tile: the mask is what is left
+        runner = make_runner(folder, policy=policy, budget=64, window=window, chunk=chunk)
         sequence, ids = Sequence(), random_ids(length)
         if "continued" in case:
             feed(runner, sequence, random_ids(300, seed=1))
@@ -164,7 +165,7 @@ def test_a_sliding_window_equals_a_banded_mask_at_every_step(
     tmp_path, write_checkpoint, dense, make_runner, random_ids, kept_positions, case, prompt, new, chunk, evict
 ):
     folder = write_checkpoint(tmp_path / "model", **SLIDING[case])
-    options = {"budget": 10, "window": 3} if evict else {"policy": "full"}
+    options = {"policy": "cake", "budget": 10, "window": 3} if evict else {"policy": "full"}
     runner, model = make_runner(folder, chunk=chunk, **options), dense(folder)
     assert [model.sliding(layer) for layer in range(4)] == ([8] * 4 if case == "mistral" else [None, None, 8, 8])
     ids, reply, sequence = random_ids(prompt), random_ids(new, seed=1), Sequence()

@@ -17,7 +17,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "use_sliding_window": False, "attention_bias": False},
     "gemma": {"model_type": "gemma", "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
 }
-CACHES = {"grow": {}, "hold": {"decode_policy": "hold"}, "full": {"policy": "full"}}
+CACHES = {
+    "grow": {"policy": "cake"},
+    "hold": {"policy": "cake", "decode_policy": "hold"},
+    "full": {"policy": "full"},
+}
 # each is compiled anew, some seconds in all
 SHAPES = {  # head_dim and query heads of a KV head
     torch.float32: ((64, 3), (128, 4)),

@@ -56,14 +56,14 @@ def test_the_best_point_is_written_used_shown_and_can_be_left_out(command, capsy
     assert [count for _, count in measured] == [5, 5], "one prefill for each text, and as it is"
     out = capsys.readouterr()
     assert out.out.index("tau 0.6/1.4, gamma 50") < out.out.index("\nas it is")
-    assert "runs of this model use it from now on" in out.err
+    assert "runs of this model with the policy cake use it from now on" in out.err
     path = command.folder / "cake-tuning.json"
     assert json.loads(path.read_text())["cake"] == [{"budget": 24, "tau1": 0.6, "tau2": 1.4, "gamma": 50.0}]
-    engine = Engine.load(command.folder, budget=24, window=8, step="eager")
+    engine = Engine.load(command.folder, policy="cake", budget=24, window=8, step="eager")
     assert engine.generate(TEXT * 3, max_new_tokens=1).stats.policy == "cake tau 0.6/1.4 (tuned) gamma 50"
-    own = Engine.load(command.folder, budget=24, window=8, step="eager", tau1=2.0, tau2=2.0, gamma=200)
+    own = Engine.load(command.folder, policy="cake", budget=24, window=8, step="eager", tau1=2.0, tau2=2.0, gamma=200)
     assert own.generate(TEXT * 3, max_new_tokens=1).stats.policy == "cake tau 2/2 gamma 200"
-    off = Engine.load(command.folder, budget=24, window=8, step="eager", tuning="off")
+    off = Engine.load(command.folder, policy="cake", budget=24, window=8, step="eager", tuning="off")
     assert off.generate(TEXT * 3, max_new_tokens=1).stats.policy == "cake tau 1/1 gamma 200"
 
 
