@@ -167,19 +167,36 @@ def span_start(layout: ArenaLayout, slots: int) -> int:
     return -(-slots // step) * step
 
 
-def shared_size(layout: ArenaLayout, sizes: Iterable[ArenaSize]) -> tuple[int, int]:
-    """Bytes of the K (or of the V) buffer and slots of the tables for sequences that share a store.
+@dataclass(frozen=True)
+class StoreSize:
+    """Bytes of the K (or of the V) buffer, slots of the tables beside it, and slots of packed rows."""
+
+    kv: int
+    slots: int
+    packed: int = 0
+
+    def holds(self, other: StoreSize) -> bool:
+        return self.kv >= other.kv and self.slots >= other.slots and self.packed >= other.packed
+
+    def nbytes(self, layout: ArenaLayout) -> int:
+        """All of it."""
+        return 2 * self.kv + 8 * self.slots + packed_bytes(layout, self.packed)
+
+
+def shared_size(layout: ArenaLayout, sizes: Iterable[ArenaSize]) -> StoreSize:
+    """What sequences that share a store need.
 
     They are read one after another in this order, so that the staging of each lies behind the rows, headroom included,
     of those before it, and is free again for the next.
     """
-    first = most_bytes = most_slots = 0
+    first = most_bytes = most_slots = packed = 0
     for size in sizes:
         first = span_start(layout, first)
         most_bytes = max(most_bytes, first * layout.head_dim * layout.kv_dtype.itemsize + kv_bytes(layout, size))
         most_slots = max(most_slots, first + table_slots(size))
         first += size.decode
-    return most_bytes, most_slots
+        packed += size.packed
+    return StoreSize(most_bytes, most_slots, packed)
 
 
 def kept_limit(rows: int, *, budget: int | None, tokens: int, held: int) -> int:

@@ -10,6 +10,8 @@ A later turn widens them in front of the staged tokens, and packs what it keeps 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -167,8 +169,9 @@ class PackedArena(Arena):
 
     def settle(self) -> None:
         """See `Arena.settle`."""
-        self.packed.settle()
         super().settle()
+        self.packed.settle()
+        self.size = replace(self.size, packed=self.packed.slots)
 
 
 def make_arena(layout: ArenaLayout, size: ArenaSize, device: torch.device | str = "cpu") -> Arena:

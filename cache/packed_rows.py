@@ -148,6 +148,18 @@ class PackedRows:
         """Give back what only reading needed."""
         self.slots = int(self.capacity.sum())
 
+    def enter(self, store: PackedStore, first: int) -> None:
+        """Live in another store from now on; the rows are gone until they are loaded again."""
+        self.store, self.first = store, first
+
+    def move_to(self, first: int) -> None:
+        """Move the whole span to the left, so that it begins at slot `first`, which must be free."""
+        distance = self.first - first
+        assert distance >= 0, "a span only moves to the left"
+        for layer, head in self._in_order():
+            self._move(layer, head, int(self.offset[layer, head]) - distance)
+        self.first = first
+
     # -- copies and moves ---------------------------------------------------------------------------------------------
 
     def save(self) -> SavedPacked:

@@ -4,7 +4,7 @@ A span holds a sequence's rows with their headroom, packed one after another. Sp
 the last one is free room: a newcomer is read there, kept rows and staging, and touches nothing in front of it; when it
 has been read, its span shrinks to its rows and their headroom, and what was staging is free again. A sequence that
 leaves opens a gap; the next newcomer that would not fit behind the last span closes it first, by sliding later spans to
-the left.
+the left. Packed rows have spans of their own, in a store of their own and in the same order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ import torch
 from ..errors import ArenaFull, MemoryLimit
 from .arena import Arena
 from .budget import size_text
-from .layout import ArenaLayout, ArenaSize, shared_size, span_start
+from .layout import ArenaLayout, ArenaSize, StoreSize, packed_bytes, shared_size, span_start
+from .packed_arena import PackedArena
+from .packed_rows import PackedRows
+from .packed_store import PackedStore
+from .quantise import GROUP
 from .store import Store
 
 
@@ -32,7 +36,7 @@ class SharedArena:
         self, layout: ArenaLayout, device: torch.device | str = "cpu", *, batch: int, limit: int | None = None
     ) -> None:
         self.layout, self.device, self.limit = layout, torch.device(device), limit
-        self.store = Store(layout, 0, 0, self.device)
+        self._make(StoreSize(0, 0))
         self._fixed = False
         shape = (batch, layout.num_layers, layout.num_kv_heads)
         self.offset: np.ndarray = np.zeros(shape, dtype=np.int64)
@@ -42,7 +46,7 @@ class SharedArena:
 
     @property
     def nbytes(self) -> int:
-        return self.store.nbytes
+        return self.store.nbytes + (0 if self.packed is None else self.packed.nbytes)
 
     @property
     def used_bytes(self) -> int:
@@ -96,9 +100,13 @@ class SharedArena:
     def take_all(self) -> None:
         """Make the store as large as the limit allows, once: it is never moved then."""
         assert self.limit is not None, "there is no end to take"
-        slots = self.limit // self.layout.kept_slot_bytes
+        limit, packed = self.limit, 0
+        if self.layout.kv_bits is not None:  # half for what is kept, half for what is read and the latest tokens
+            packed = limit // 2 // packed_bytes(self.layout, GROUP) * GROUP
+            limit -= packed_bytes(self.layout, packed)
+        slots = limit // self.layout.kept_slot_bytes
         self._fixed = True
-        self._grow((slots * self.layout.head_dim * self.layout.kv_dtype.itemsize, slots))
+        self._grow(StoreSize(slots * self.layout.head_dim * self.layout.kv_dtype.itemsize, slots, packed))
 
     def admit(self, size: ArenaSize) -> Arena:
         """An empty member behind all others, with room for `size`; later spans slide to the left where it is needed.
@@ -116,10 +124,19 @@ class SharedArena:
                 self._grow(needed)
         row = next(row for row in range(self.offset.shape[0]) if row not in self._members)
         tables = [table[row] for table in (self.offset, self.length, self.capacity)]
-        arena = Arena(self.layout, size, self.device, store=self.store, first=self._first_free(), tables=tables)
+        arena = self._member(size, tables)
         arena.clear()
         self._members[row] = arena
         return arena
+
+    def _member(self, size: ArenaSize, tables: list[np.ndarray]) -> Arena:
+        first = self._first_free()
+        if self.packed is None:
+            return Arena(self.layout, size, self.device, store=self.store, first=first, tables=tables)
+        rows = PackedRows(
+            self.layout, size.packed, self.device, store=self.packed, first=_packed_end(self._members.values())
+        )
+        return PackedArena(self.layout, size, self.device, store=self.store, first=first, tables=tables, packed=rows)
 
     def release(self, arena: Arena) -> None:
         """A member leaves: its rows are free at once, and its tables are zeros."""
@@ -128,66 +145,88 @@ class SharedArena:
 
     def compact(self) -> None:
         """Slide every span to the left, in order."""
-        end = 0
+        end = packed = 0
         for member in self.members:
             member.move_to(span_start(self.layout, end))
             end = member.first + member.size.decode
+            if isinstance(member, PackedArena):
+                member.packed.move_to(packed)
+                packed += member.packed.slots
 
     def clear(self) -> None:
         """Let everybody leave and free the store."""
         for member in self.members:
             self.release(member)
-        self.store = Store(self.layout, 0, 0, self.device)
+        self._make(StoreSize(0, 0))
+
+    def _make(self, size: StoreSize) -> None:
+        """Other buffers in place of those there are. Raises MemoryLimit."""
+        self.store = Store(self.layout, size.kv, size.slots, self.device)
+        packed = None if self.layout.kv_bits is None else PackedStore(self.layout, size.packed, self.device)
+        self.packed: PackedStore | None = packed
 
     def _first_free(self) -> int:
         members = self.members
         return span_start(self.layout, members[-1].first + members[-1].size.decode) if members else 0
 
-    def _end_with(self, size: ArenaSize) -> tuple[int, int]:
-        """Bytes and slots up to the end of a span of this size behind the last one, where the spans are now."""
+    def _end_with(self, size: ArenaSize) -> StoreSize:
+        """What there is up to the end of a span of this size behind the last one, where the spans are now."""
         first = self._first_free()
         slot_bytes = self.layout.head_dim * self.layout.kv_dtype.itemsize
-        own_bytes, own_slots = shared_size(self.layout, [size])
-        return first * slot_bytes + own_bytes, first + own_slots
+        own, packed = shared_size(self.layout, [size]), _packed_end(self._members.values())
+        return StoreSize(first * slot_bytes + own.kv, first + own.slots, packed + own.packed)
 
-    def _holds(self, needed: tuple[int, int]) -> bool:
-        return needed[0] <= self.store.k.numel() and needed[1] <= self.store.position.numel()
+    @property
+    def _there(self) -> StoreSize:
+        packed = 0 if self.packed is None else self.packed.slots
+        return StoreSize(self.store.k.numel(), self.store.position.numel(), packed)
 
-    def _allows(self, needed: tuple[int, int]) -> bool:
+    def _holds(self, needed: StoreSize) -> bool:
+        return self._there.holds(needed)
+
+    def _allows(self, needed: StoreSize) -> bool:
         if self._fixed:
             return self._holds(needed)
-        return self.limit is None or _bytes(needed) <= self.limit
+        return self.limit is None or needed.nbytes(self.layout) <= self.limit
 
-    def _takes(self, needed: tuple[int, int]) -> str:
+    def _takes(self, needed: StoreSize) -> str:
         """Bytes for a message; of a fixed store the share of it, by what is scarcer, times its size."""
         if not self._fixed:
-            return size_text(_bytes(needed))
-        share = max(needed[0] / self.store.k.numel(), needed[1] / self.store.position.numel())
+            return size_text(needed.nbytes(self.layout))
+        there = self._there
+        share = max(needed.kv / there.kv, needed.slots / there.slots, needed.packed / max(there.packed, 1))
         return size_text(int(share * self.nbytes))
 
     @property
     def _allowed(self) -> str:
         return size_text(self.nbytes if self._fixed else self.limit or 0)
 
-    def _grow(self, needed: tuple[int, int]) -> None:
+    def _grow(self, needed: StoreSize) -> None:
         """Another store with room for `needed`; the members move into it by way of copies of their rows."""
         members = self.members
         copies = [member.save() for member in members]
-        before = self.store.k.numel(), self.store.position.numel()
-        self.store = Store(self.layout, 0, 0, self.device)
+        before = self._there
+        self._make(StoreSize(0, 0))
         for member in members:
             member.leave_store(self.store)  # so that the old one is freed before a new one is made
+            if isinstance(member, PackedArena) and self.packed is not None:
+                member.packed.enter(self.packed, 0)
         try:
-            self.store = Store(self.layout, *needed, self.device)
+            self._make(needed)
         except MemoryLimit:
-            self.store = Store(self.layout, *before, self.device)
+            self._make(before)
             raise
         finally:
-            end = 0
+            end = packed = 0
             for member, copy in zip(members, copies, strict=True):
+                if isinstance(member, PackedArena) and self.packed is not None:
+                    member.packed.enter(self.packed, packed)
+                    packed += member.packed.slots
                 member.move_into(self.store, span_start(self.layout, end), copy)
                 end = member.first + member.size.decode
 
 
-def _bytes(size: tuple[int, int]) -> int:
-    return 2 * size[0] + 8 * size[1]
+def _packed_end(members: Iterable[Arena]) -> int:
+    """Where the last packed span ends."""
+    spans = [member.packed for member in members if isinstance(member, PackedArena)]
+    return max((span.first + span.slots for span in spans), default=0)

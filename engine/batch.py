@@ -13,7 +13,7 @@ from torch import Tensor
 from ..cache.arena import Arena
 from ..cache.layout import ArenaSize
 from ..cache.shared import SharedArena
-from ..errors import ArenaFull, CakeError, OptionError
+from ..errors import ArenaFull, CakeError
 from .generation import GenerationConfig
 from .graph import Ahead
 from .picker import Picker, Token
@@ -81,8 +81,6 @@ class Batch:
 
     def __post_init__(self) -> None:
         runner = self.runner
-        if runner.layout.kv_bits is not None:
-            raise OptionError("kv_bits packs the rows of one sequence at a time: send one prompt, or leave it out")
         with runner.access.alone():
             runner.tenancy.vacate()
             limits = [limit for limit in (self.limit, runner.tenancy.allowed) if limit is not None]

@@ -118,7 +118,8 @@ def plan_run(
         budget=budget,
         weights=weights,
         arena=arena,
-        kept=(size.kept + (together - 1) * size.decode) * layout.kept_slot_bytes + packed_bytes(layout, size.packed),
+        kept=(size.kept + (together - 1) * size.decode) * layout.kept_slot_bytes
+        + packed_bytes(layout, together * size.packed),
         staging=size.staging * (2 * layout.head_dim * products.itemsize + 8),
         hidden=prompt_tokens * config.hidden_size * compute_dtype.itemsize,
         widened=layer_elements(config) * products.itemsize if stored != products else 0,
@@ -142,9 +143,9 @@ def together_within(layout: ArenaLayout, sizes: Sequence[ArenaSize], limit: int 
     At least one does.
     """
     for count in range(len(sizes), 0, -1):
-        kv, slots = shared_size(layout, sizes[:count])
-        if limit is None or count == 1 or 2 * kv + 8 * slots <= limit:
-            return count, 2 * kv + 8 * slots
+        nbytes = shared_size(layout, sizes[:count]).nbytes(layout)
+        if limit is None or count == 1 or nbytes <= limit:
+            return count, nbytes
     return 0, 0
 
 

@@ -263,6 +263,10 @@ def test_what_cannot_be_is_refused_before_a_weight_is_read(model_folder):
             Engine.load(folder, kv_bits=4, device="cpu", **options)
 
 
-def test_a_list_of_prompts_is_refused_in_one_line(model_folder, random_ids):
-    with Engine.load(model_folder(), kv_bits=4) as engine, pytest.raises(OptionError, match="kv_bits"):
-        engine.generate([random_ids(10), random_ids(10)])
+def test_a_list_of_prompts_gets_what_each_would_get_alone(model_folder, random_ids):
+    prompts = [random_ids(n, seed=n) for n in (20, 150, 90)]
+    with Engine.load(model_folder(), kv_bits=4, budget=60, window=WINDOW) as engine:
+        alone = [engine.generate(ids=prompt, max_new_tokens=40, temperature=0.0) for prompt in prompts]
+        together = engine.generate(prompts, max_new_tokens=40, temperature=0.0)
+    assert [one.ids for one in together] == [one.ids for one in alone]
+    assert [one.stats.kept_bytes for one in together] == [one.stats.kept_bytes for one in alone]
