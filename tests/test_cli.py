@@ -176,6 +176,7 @@ MODEL_FLAGS: dict[str, Observation] = {
     "--tau1": (["--policy", "cake", "--tau1", "0.5"], cached("tau1"), 0.5),
     "--tau2": (["--policy", "cake", "--tau2", "0.7"], cached("tau2"), 0.7),
     "--gamma": (["--policy", "cake", "--gamma", "10"], cached("gamma"), 10.0),
+    "--kv-bits": (["--kv-bits", "4"], cached("kv_bits"), 4),
     "--kv-dtype": (["--kv-dtype", "bfloat16"], cached("kv_dtype"), "bfloat16"),
 }
 REPLY_FLAGS: dict[str, Observation] = {
