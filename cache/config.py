@@ -156,12 +156,6 @@ class CacheConfig:
                 "kv_bits has no form for the decode policy hold, which overwrites single slots of what is packed "
                 "together: choose grow, or leave kv_bits out"
             )
-        choice = self.choice
-        if choice is not None and choice.merge.name != "none":
-            raise OptionError(
-                f"kv_bits has no form for the merge {choice.merge.name}, which writes into values that are packed: "
-                "set the option merge to none, or leave kv_bits out"
-            )
 
     def _refuse_unused(self) -> None:
         """No option is accepted and then not applied: these mean nothing to the policy full."""

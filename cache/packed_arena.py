@@ -105,6 +105,24 @@ class PackedArena(Arena):
                     0.0 if score is None else score[head][chosen],
                 )
 
+    def tokens(self, layer: int, head: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """A row's keys and values in fp32, positions and scores, the window first: copies."""
+        inside, outside = int(self.length[layer, head]), int(self.packed.length[layer, head])
+        shape = (inside + outside, self.layout.head_dim)
+        keys, values = (torch.empty(shape, dtype=torch.float32, device=self.device) for _ in range(2))
+        position = torch.empty(shape[0], dtype=torch.int32, device=self.device)
+        score = torch.empty(shape[0], dtype=torch.float32, device=self.device)
+        super()._bring(layer, head, *(table[:inside] for table in (keys, values, position, score)))
+        self.packed.widen(layer, head, keys[inside:], values[inside:])
+        position[inside:], score[inside:] = self.packed.marks(layer, head)
+        return keys, values, position, score
+
+    def put_values(self, layer: int, head: int, values: Tensor) -> None:
+        """Other values `[held, head_dim]` for a row, in the order of `tokens`."""
+        inside = int(self.length[layer, head])
+        self.row(layer, head)[1].copy_(values[:inside])
+        self.packed.put_values(layer, head, values[inside:])
+
     def finish(self, headroom: np.ndarray) -> None:
         """See `Arena.finish`: of the new tokens that each row may get, those that leave the window are packed."""
         new = headroom.astype(np.int64) + np.zeros_like(self.length)

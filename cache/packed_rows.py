@@ -102,10 +102,16 @@ class PackedRows:
         slots = slice(start, start + whole_groups(n))
         groups = slice(slots.start // GROUP, slots.stop // GROUP)
         store.key_codes[slots], store.key_scale[groups], store.key_minimum[groups] = pack_keys(keys, store.bits)
+        self.put_values(layer, head, values, at)
         slots = slice(start, start + n)
+        store.position[slots], store.score[slots] = position, score
+
+    def put_values(self, layer: int, head: int, values: Tensor, at: int = 0) -> None:
+        """Pack values `[n, head_dim]` into a row from its slot `at` on."""
+        store, start = self.store, int(self.offset[layer, head]) + at
+        slots = slice(start, start + values.shape[0])
         codes, scale, minimum = pack_values(values, store.bits)
         store.value_codes[slots], store.value_scale[slots], store.value_minimum[slots] = codes, scale, minimum
-        store.position[slots], store.score[slots] = position, score
 
     def append(self, layer: int, head: int, keys: Tensor, values: Tensor, position: Tensor, score: Tensor) -> None:
         """Pack tokens `[n, head_dim]` behind a row. Keys of a group that is not full are packed anew with them."""
@@ -113,9 +119,8 @@ class PackedRows:
         inside = length % GROUP
         assert length + keys.shape[0] <= self.capacity[layer, head], "the row was sized for fewer new tokens"
         store, start = self.store, int(self.offset[layer, head]) + length
-        codes, scale, minimum = pack_values(values, store.bits)
+        self.put_values(layer, head, values, length)
         slots = slice(start, start + keys.shape[0])
-        store.value_codes[slots], store.value_scale[slots], store.value_minimum[slots] = codes, scale, minimum
         store.position[slots], store.score[slots] = position, score
         if inside:
             first = start - inside

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..cache.arena import Arena, Staged
 from ..cache.cascade import Cascade, LayerClaim
 from ..cache.merges.base import Merge, Tokens
+from ..cache.packed_arena import PackedArena
 from ..cache.policies.base import LayerScore
 from ..cache.scores import row_order
 from ..cache.view import LayerView
@@ -57,9 +58,10 @@ def chosen_from(staged: Staged, view: LayerView, scored: LayerScore) -> Chosen:
 def fold_tails(arena: Arena, layer: int, lengths: list[int], window_start: int, merge: Merge) -> None:
     """Before a compacted layer is cut to `lengths`: the values behind them go into those before them."""
     for head, length in enumerate(lengths):
-        if length < arena.length[layer, head]:
+        if length < arena.held[layer, head]:
             row = row_tokens(arena, layer, head, window_start)
             merge.fold(row[:length], row[length:])
+            put_back(arena, layer, head, row)
 
 
 def fold_evicted(
@@ -77,15 +79,27 @@ def fold_evicted(
         gone[order[head, :length]] = False
         columns = gone.nonzero()[:, 0]
         tokens = Tokens(staged.keys[head], staged.values[head], staged.position[head], score[head], columns)
-        merge.fold(row_tokens(arena, view.layer, head, view.window_start), tokens)
+        row = row_tokens(arena, view.layer, head, view.window_start)
+        merge.fold(row, tokens)
+        put_back(arena, view.layer, head, row)
 
 
 def row_tokens(arena: Arena, layer: int, head: int, window_start: int) -> Tokens:
-    """A row as it lies in the arena; the window's scores, which no indicator has to give, are infinite."""
-    start = int(arena.offset[layer, head])
-    keys, values, positions = arena.row(layer, head)
-    score = arena.score[start : start + int(arena.length[layer, head])]
+    """A row as it lies in the arena, or a copy, widened and the window first, where rows are packed; the window's
+    scores, which no indicator has to give, are infinite."""
+    if isinstance(arena, PackedArena):
+        keys, values, positions, score = arena.tokens(layer, head)
+    else:
+        start = int(arena.offset[layer, head])
+        keys, values, positions = arena.row(layer, head)
+        score = arena.score[start : start + int(arena.length[layer, head])]
     return Tokens(keys, values, positions, score.masked_fill(positions >= window_start, math.inf))
+
+
+def put_back(arena: Arena, layer: int, head: int, row: Tokens) -> None:
+    """Store the values of `row_tokens` again, where they are a copy."""
+    if isinstance(arena, PackedArena):
+        arena.put_values(layer, head, row.values)
 
 
 class Chosen:

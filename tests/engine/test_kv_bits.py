@@ -253,8 +253,6 @@ def test_what_cannot_be_is_refused_before_a_weight_is_read(model_folder):
             CacheConfig(kv_bits=bits)
     with pytest.raises(OptionError, match="kv_bits has no form for the decode policy hold"):
         CacheConfig(kv_bits=4, decode_policy="hold")
-    with pytest.raises(OptionError, match="kv_bits has no form for the merge d2o"):
-        CacheConfig(kv_bits=4, merge="d2o")
     folder = model_folder()
     (folder / "model.safetensors").write_bytes(b"")
     wanted = (({"step": "compiled"}, "step compiled"), ({"attention": "triton"}, "packed rows of kv_bits"))

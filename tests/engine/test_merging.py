@@ -115,3 +115,25 @@ def test_a_merged_cache_is_written_to_and_read_as_any_other(folder, make_runner,
             logits = decode.step(runner.decoder, runner.tenancy.arena, sequence, token, window=WINDOW)
             assert logits.isfinite().all()
     assert "merge d2o" in runner.policy(BUDGET).describe()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_values_are_folded_where_rows_are_packed_too(folder, make_runner, random_ids, form):
+    """8 bits are close to the same folds in full precision, cut by cut, and keys and positions are not touched."""
+    options = {"policy": "cake", "budget": 50, "window": WINDOW}
+    ids = random_ids(PROMPT)
+    wide = rows(make_runner(folder, merge=form, **options), ids)
+    found = {}
+    for name, merge in (("plain", None), ("merged", form)):
+        runner = make_runner(folder, merge=merge, kv_bits=8, **options)
+        rows(runner, ids)
+        found[name] = {row: runner.tenancy.arena.tokens(*row) for row in wide}
+    changed = missed = 0.0
+    for row, (_, values, positions) in wide.items():
+        assert torch.equal(found["merged"][row][2], positions)
+        for part in (0, 2, 3):
+            assert torch.equal(found["merged"][row][part], found["plain"][row][part])
+        changed += float((found["plain"][row][1] - values).abs().mean())
+        missed += float((found["merged"][row][1] - values).abs().mean())
+    assert changed / len(wide) > 0.03, "nothing was folded: nothing is compared"
+    assert missed < 0.25 * changed, (missed, changed)
