@@ -125,4 +125,4 @@ def test_a_wheel_holds_exactly_the_modules_of_git(tmp_path: Path) -> None:
     assert inside == git_modules() | {"py.typed"}
     assert f"{folder}/licenses/LICENSE" in names
     with zipfile.ZipFile(wheel) as archive:
-        assert "cake-infer = cake_infer.cli:main" in archive.read(f"{folder}/entry_points.txt").decode()
+        assert "cake-infer = cake_infer.__main__:main" in archive.read(f"{folder}/entry_points.txt").decode()
