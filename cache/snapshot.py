@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import secrets
+import stat
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ FORMAT = "cake-infer cache"
 VERSION = 2
 BLANK = "0" * 64
 MARK = b'"checksum":"'  # a quote inside a JSON string is escaped: nothing but the key can spell this
+OURS = b'"format":"cake-infer cache"'  # likewise
 LONGEST_HEADER = 1 << 28
 BLOCK = 1 << 20
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -57,8 +59,11 @@ class Snapshot:
 
 
 def check_target(path: str | Path) -> Path:
-    """The path, if a file can be put there. Raises SnapshotError."""
-    target = Path(path)
+    """The path, links followed, if a file can be put there: in place of nothing or of a saved cache, no other file.
+
+    Raises SnapshotError.
+    """
+    target = Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
     if not target.name or target.is_dir():
         raise SnapshotError(f"cannot write {target}: it is a folder, give the name of a file")
     if target.exists() and not target.is_file():
@@ -67,7 +72,19 @@ def check_target(path: str | Path) -> Path:
         raise SnapshotError(f"cannot write {target}: there is no folder {target.parent}")
     if not os.access(target.parent, os.W_OK):
         raise SnapshotError(f"cannot write {target}: the folder {target.parent} is not open for writing")
+    if target.exists() and not _may_be_replaced(target):
+        raise SnapshotError(f"cannot write {target}: what is there is no saved cache; give another name, or remove it")
     return target
+
+
+def _may_be_replaced(target: Path) -> bool:
+    """Whether a file is empty, or a saved cache by its header."""
+    try:
+        with open(target, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            return target.stat().st_size == 0 or (length <= LONGEST_HEADER and OURS in file.read(length))
+    except OSError:
+        return False
 
 
 def write_snapshot(path: str | Path, snapshot: Snapshot) -> None:
@@ -92,7 +109,9 @@ def write_snapshot(path: str | Path, snapshot: Snapshot) -> None:
     metadata["about"] = json.dumps(snapshot.about, ensure_ascii=False)
     beside = target.with_name(f".{target.name[:64]}.{secrets.token_hex(6)}.part")
     try:
+        mode = _mode_for(target, beside)
         save_file(tensors, beside, metadata=metadata)
+        os.chmod(beside, mode)
         with open(beside, "r+b") as file:
             at = file.read(8 + int.from_bytes(file.read(8), "little")).index(MARK) + 8 + len(MARK)
             file.seek(0)
@@ -109,6 +128,12 @@ def write_snapshot(path: str | Path, snapshot: Snapshot) -> None:
     finally:
         with suppress(OSError):
             beside.unlink()
+
+
+def _mode_for(target: Path, beside: Path) -> int:
+    """The permissions of the file that is replaced, or of a new one; makes `beside`."""
+    with open(beside, "xb") as file:
+        return stat.S_IMODE(os.stat(target).st_mode if target.exists() else os.fstat(file.fileno()).st_mode)
 
 
 def read_snapshot(path: str | Path) -> Snapshot:

@@ -8,16 +8,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..cache.budget import Budget
 from ..errors import OptionError, PromptError
+from .chat_budget import ChatBudget
 from .chat_file import SavedChat, read_chat, write_chat
 from .encoding import check_length
 from .generation import GenerationConfig
-from .reply import OnProgress, reply, tell_if_raised
+from .moment import Moment
+from .reply import OnProgress, reply
 from .results import Piece
 from .sequence import Sequence
 from .statistics import Statistics
@@ -28,18 +29,6 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Moment:
-    """Everything that a turn changes, as it was."""
-
-    sequence: Sequence
-    pending: list[int]
-    finished_by: int | None
-    messages: list[dict[str, str]]
-    stats: Statistics | None
-    undo: _Moment | None = None
 
 
 class Chat:
@@ -53,9 +42,7 @@ class Chat:
         engine.chat_template()
         self.engine = engine
         self._system = check_text(system, "the system text") if system is not None else None
-        self._budget: Budget | None = None
-        self._budget_source = ""  # what it is a percentage of
-        self._budget_waits = False  # for the next turn
+        self._budget = ChatBudget(engine)
         self.stats: Statistics | None = None
         self._told_apart = False
         self._speaking = False
@@ -65,8 +52,7 @@ class Chat:
         """Start over: forget every turn. System text and budget stay."""
         self._check_idle()
         self._sequence = Sequence()
-        self._budget_waits = False
-        self._undo: _Moment | None = None  # before the last turn
+        self._undo: Moment | None = None  # before the last turn
         self._pending: list[int] = []  # chosen but not yet fed: the last token of a reply that did not end by itself
         self._finished_by: int | None = None  # the end token of the last reply, which is never fed
         self.messages: list[dict[str, str]] = []
@@ -96,41 +82,28 @@ class Chat:
     @property
     def budget(self) -> int | None:
         """Tokens kept per layer and KV head; None while nothing has fixed it, or if nothing is evicted."""
-        if self._sequence.total:
-            return self._sequence.budget
-        return self._budget.count if self._budget is not None else None
+        return self._budget.count(self._sequence)
 
     @property
     def budget_text(self) -> str:
-        """The budget in words: what a percentage has come to, and whether a change waits for the next turn."""
-        cache, count = self.engine.cache, self.budget
-        if not self.engine.runner.policy(None).evicts:
-            return f"none: the policy {cache.policy} keeps everything"
-        if self._budget_waits and self._budget is not None:
-            count = self._budget.count
-        if count is not None:
-            wait = ", from the next message on" if self._budget_waits else ""
-            return Budget(count=count).describe() + self._budget_source + wait
-        if self._budget is None and cache.kv_memory is not None:
-            return f"as much as {cache.kv_memory} of KV memory holds"
-        return (self._budget or Budget.parse(cache.budget)).describe()
+        """The budget in words: what a percentage has come to, and how much of the conversation is left."""
+        return self._budget.text(self._sequence)
 
     def set_budget(self, budget: int | str) -> None:
-        """Change the budget from the next turn on. What is already gone does not come back.
+        """Change the budget. What a smaller one has no room for is given up at once, and does not come back.
 
         A percentage is of the conversation so far; of the first message's prompt if there is none yet. One that comes
-        to less than the window is raised to it; a number of tokens below it raises BudgetError.
+        to less than the window is raised to it; a number of tokens below it raises BudgetError. A policy that judges by
+        the hidden states of new tokens gives up with the next turn.
         """
-        runner = self.engine.runner
-        if not runner.policy(None).evicts:
-            raise OptionError(f"the policy {self.engine.cache.policy!r} keeps everything: there is no budget to set")
-        wanted = Budget.parse(budget)
-        total, window, source = self._sequence.total, self.engine.cache.window, ""
-        if wanted.count is not None or total:
-            tell_if_raised(wanted, total, window)
-            source = "" if wanted.count is not None else f" ({wanted} of {total:,} tokens)"
-            wanted = Budget(count=wanted.tokens(total, window))
-        self._budget, self._budget_source, self._budget_waits = wanted, source, total > 0
+        self._check_idle()
+        moment = self._moment()
+        try:
+            self._budget.set(budget, self._sequence)
+        except BaseException:
+            if self._sequence.spoilt:
+                self._go_back(moment)
+            raise
 
     def send(
         self,
@@ -151,11 +124,18 @@ class Chat:
             raise PromptError("the message is empty")
         generation = self.engine._generation(config, options)
         ids = self._turn_ids(text)
-        total = self._sequence.total + len(ids)
-        if total >= self.context:
+        total, wanted = self._sequence.total + len(ids), generation.max_new_tokens or 0
+        room = self.context - total
+        if room <= 0:
             raise PromptError(
                 f"with this message the conversation has {total:,} tokens, but the context is {self.context:,}: "
-                "clear the conversation, or send less"
+                "send less, undo the last turn, or clear the conversation"
+            )
+        if room < wanted:
+            log.warning(
+                "the reply can have %s tokens at most, where up to %s are asked for: there the context of %s ends; "
+                "undo turns or clear the conversation for more",
+                *(f"{count:,}" for count in (room, wanted, self.context)),
             )
         return self._turn(text, ids, generation, on_progress)
 
@@ -185,11 +165,7 @@ class Chat:
                 if sequence.rotary is not None and runner.rotary(length).key != sequence.rotary.key:
                     log.info("the rotary frequencies change with the length: the conversation is read anew")
                     sequence, ids = Sequence(budget=sequence.budget), [*sequence.ids, *ids]
-            if self._budget is not None and (self._budget.count is not None or not self._sequence.total):
-                if self._budget.count is None:
-                    tell_if_raised(self._budget, before, self.engine.cache.window)
-                    self._budget_source = f" ({self._budget} of {before:,} tokens)"
-                sequence.budget = self._budget.tokens(before, self.engine.cache.window)
+            self._budget.before_turn(sequence, before, first=not self._sequence.total)
             timing = Timing()
             stream = reply(
                 self.engine,
@@ -217,7 +193,7 @@ class Chat:
 
     def _keep(self, text: str, sequence: Sequence, pieces: list[Piece], before: int, end: int | None) -> None:
         """Take a turn into the history, whole or as far as it came."""
-        self._sequence, self._budget_waits = sequence, False
+        self._sequence = sequence
         # A reply's last token has been shown and not fed, unless an end token followed it: the next turn feeds it.
         chosen = [piece.id for piece in pieces if piece.id is not None]
         self._pending, self._finished_by = chosen[sequence.total - before :], end
@@ -233,16 +209,14 @@ class Chat:
                 "the tokens that were fed, and nothing is read again"
             )
 
-    def _moment(self) -> _Moment:
+    def _moment(self) -> Moment:
         sequence = self.engine.runner.copy(self._sequence)
-        return _Moment(sequence, self._pending, self._finished_by, list(self.messages), self.stats, self._undo)
+        return Moment(sequence, self._pending, self._finished_by, list(self.messages), self.stats, self._undo)
 
-    def _go_back(self, moment: _Moment) -> None:
+    def _go_back(self, moment: Moment) -> None:
         self._sequence = self.engine.runner.copy(moment.sequence)  # that one stays as it is, for a second time
         self._pending, self._finished_by = moment.pending, moment.finished_by
         self.messages, self.stats, self._undo = list(moment.messages), moment.stats, moment.undo
-        total, budget = self._sequence.total, self._budget
-        self._budget_waits = total > 0 and budget is not None and budget.count != self._sequence.budget
 
     # -- going back, and files ----------------------------------------------------------------------------------------
 
@@ -252,6 +226,16 @@ class Chat:
         One turn: a copy of the rows before it is kept, and no more. Raises PromptError where there is none.
         """
         self._check_idle()
+        moment = self._moment()
+        text = self._take_back()
+        try:
+            self._budget.apply(self._sequence)  # it may have been made smaller meanwhile
+        except BaseException:
+            self._go_back(moment)
+            raise
+        return text
+
+    def _take_back(self) -> str:
         if self._undo is None:
             raise PromptError(
                 "only the last turn can be taken back, once" if self.messages else "there is no turn to take back"
@@ -269,7 +253,7 @@ class Chat:
         """
         self._check_idle()
         moment = self._moment()
-        text = self.undo()
+        text = self._take_back()
         try:
             stream = self.send(text, config=config, on_progress=on_progress, **options)
         except BaseException:
@@ -278,7 +262,7 @@ class Chat:
         self._go_back(moment)
         return self._again(moment, stream)
 
-    def _again(self, moment: _Moment, stream: Generator[Piece, None, None]) -> Generator[Piece, None, None]:
+    def _again(self, moment: Moment, stream: Generator[Piece, None, None]) -> Generator[Piece, None, None]:
         assert moment.undo is not None
         self._check_idle()
         self._go_back(moment.undo)
@@ -310,9 +294,7 @@ class Chat:
         self.clear()
         self._sequence, self._system, self.messages = saved.sequence, saved.system, saved.messages
         self._pending, self._finished_by = saved.pending, saved.finished_by
-        self._budget, self._budget_source = None, ""
-        if saved.sequence.budget is not None:
-            self._budget = Budget(count=saved.sequence.budget)
+        self._budget.take(saved.sequence.budget)
 
     def _transcript(self) -> list[dict[str, str]]:
         system = [{"role": "system", "content": self._system}] if self._system else []

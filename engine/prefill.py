@@ -111,7 +111,7 @@ def reading(
         if inputs is None or sequence.ring is None:
             arena.keep(index, staged, None, list(staged.lengths), None)
             continue
-        view = _view(decoder, sequence, staged, index, piece, window, inputs, separators)
+        view = layer_view(decoder, sequence, staged, index, piece, window, inputs, separators)
         view = replace(view, window_pass=window_pass)
         if observer is not None:
             observer.layer(staged, view)
@@ -299,7 +299,7 @@ def _inputs(decoder: Decoder, index: int, staged: Staged, piece: Piece) -> Layer
     )
 
 
-def _view(
+def layer_view(
     decoder: Decoder,
     sequence: Sequence,
     staged: Staged,

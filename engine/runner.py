@@ -149,7 +149,7 @@ class Runner:
         return Rotary(self.decoder.config.rope, length, self.decoder.device)
 
     @cached_property
-    def _window_pass(self) -> WindowPass | None:
+    def window_pass(self) -> WindowPass | None:
         """The compiled pass over the window's attention, where decode steps are compiled too."""
         if self.decoder.device.type != "cpu" or self._wanted_step == "eager":
             return None
@@ -300,7 +300,7 @@ class Runner:
             chunk=self.chunk,
             attention=self.attention,
             separators=self.separators if "separators" in needs else None,
-            window_pass=self._window_pass,
+            window_pass=self.window_pass,
             observer=observer,
         )
         self.make_room(arena, sequence, new_tokens)

@@ -755,6 +755,25 @@ def test_ctrl_c_in_the_prefill_exits_with_130_and_no_text(tmp_path: Path) -> Non
     assert process.returncode == 130
 
 
+@pytest.mark.parametrize("module", ["cake_infer.cli", "argparse", "cake_infer.engine.options", "torch"])
+def test_ctrl_c_while_the_command_is_imported_exits_with_130_without_a_word(module: str) -> None:
+    code = f"""
+import runpy, sys
+
+class Struck:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            raise KeyboardInterrupt
+
+sys.modules.pop({module!r}, None)
+sys.meta_path.insert(0, Struck())
+sys.argv = ["cake-infer", "--random-weights", "/nowhere", "--prompt-tokens", "3"]
+runpy.run_module("cake_infer", run_name="__main__")
+"""
+    seen = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
+    assert (seen.returncode, seen.stdout, seen.stderr) == (130, b"", b"")
+
+
 # -- starting ---------------------------------------------------------------------------------------------------------
 
 

@@ -39,7 +39,8 @@ HELP = r"""/help            this text
 /load FILE       go on with a saved conversation, of the same model, in place of this one
 /read FILE       attach a document to the next message
 /system TEXT     set the system prompt and start a new conversation; without TEXT, show it
-/budget N        KV budget from the next message on: tokens per layer and KV head; without N, show it
+/budget N        KV budget, tokens per layer and KV head: a smaller one gives tokens up at once, a larger one brings
+                 none of them back; without N, show it and what is left
 A line that ends with \ goes on in the next one; a line with only three quotes begins and ends a longer text.
 Ctrl-C stops a reply. A message that begins with / is written with //."""
 
@@ -48,6 +49,11 @@ NOMINAL_TURN = 2048
 
 # share of the context from which on every turn says how much is left
 NEARLY_FULL = 0.8
+
+TAKE_ARGUMENTS = ("save", "load", "read", "system", "budget")
+
+# what can be done where the context ends
+WAYS_ON = "/undo takes the last turn back, /save FILE keeps the conversation, /clear starts a new one"
 
 SHOWN = 60  # characters of a message that was taken back
 
@@ -146,6 +152,8 @@ class Repl:
             command = self._commands.get(name.strip())
             if command is None:
                 raise PromptError(f"unknown command /{name.strip()}: /help lists them (// begins a message with /)")
+            if argument.strip() and name.strip() not in TAKE_ARGUMENTS:
+                raise PromptError(f"/{name.strip()} stands alone: {argument.strip()!r} has no effect on it")
             command(argument.strip())
         else:
             self._turn(message)
@@ -167,13 +175,15 @@ class Repl:
         try:
             reply.take(stream)
         except PromptError as error:
-            raise PromptError(f"{error}; /clear starts a new conversation") from error
+            if "context" not in str(error):
+                raise
+            raise PromptError(f"{error}; {WAYS_ON}") from error
         if reply.finish_reason == "interrupted":
             if not self._lines.interactive:
                 raise KeyboardInterrupt
             what = "what there is of the reply stays in the conversation" if reply.pieces else "the message is dropped"
             self._console.notice(f"interrupted: {what}")
-        reply.report()
+        reply.report(f"context {self.chat.tokens_used:,} of {self.chat.context:,}")
         self._tell_context(self.chat.tokens_used - before)
         return bool(reply.pieces)
 
@@ -181,7 +191,7 @@ class Repl:
         """Before the limit is met: when it is near, or when a second turn like this one would not fit."""
         used, context = self.chat.tokens_used, self.chat.context
         if used + turn_tokens > context or used > NEARLY_FULL * context:
-            self._console.notice(f"context nearly full: {used:,} of {context:,} tokens used; /clear starts anew")
+            self._console.notice(f"context nearly full: {used:,} of {context:,} tokens used; {WAYS_ON}")
 
     # -- commands -----------------------------------------------------------------------------------------------------
 

@@ -62,14 +62,14 @@ class Reply:
         """The figures of the last piece; None for a reply that was interrupted."""
         return self.pieces[-1].stats if self.pieces else None
 
-    def report(self) -> None:
-        """The statistics line, and with --verbose the layers."""
+    def report(self, also: str = "") -> None:
+        """The statistics line, `also` at its end, and with --verbose the layers."""
         if self.stats is None:
             return
         if self._console.verbose:
             self._console.notice(self.stats.layers_text())
         cut = " | cut at the length limit" if self.finish_reason == "length" else ""
-        self._console.notice(self.stats.line() + cut)
+        self._console.notice(" | ".join(filter(None, (self.stats.line() + cut, also))))
 
     def document(self) -> dict[str, Any]:
         """What --json says of it."""

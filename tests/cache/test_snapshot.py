@@ -200,6 +200,48 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_done(tmp_p
             write_snapshot(path, made())
 
 
+def test_only_a_saved_cache_is_replaced_and_permissions_stay(tmp_path):
+    path = tmp_path / "a.cake"
+    write_snapshot(path, made(1))
+    (tmp_path / "new").touch()
+    assert path.stat().st_mode == (tmp_path / "new").stat().st_mode, "not what a new file has"
+    path.chmod(0o640)
+    (tmp_path / "link.cake").symlink_to(path)
+    write_snapshot(tmp_path / "link.cake", made(2))
+    assert same(read_snapshot(path), made(2))
+    assert (path.stat().st_mode & 0o777, (tmp_path / "link.cake").is_symlink()) == (0o640, True)
+    write_snapshot(tmp_path / "new", made(3))  # an empty file is nobody's
+    path.write_bytes(path.read_bytes()[:-9])  # a damaged one of ours may go
+    write_snapshot(path, made(4))
+    assert same(read_snapshot(path), made(4))
+    save_file({"keys": torch.zeros(2)}, tmp_path / "weights.safetensors", metadata={"format": "pt"})
+    (tmp_path / "notes.txt").write_text("what I must not lose")
+    (tmp_path / "short").write_bytes(b"x")
+    for name in ("notes.txt", "short", "weights.safetensors"):
+        before = (tmp_path / name).read_bytes()
+        with pytest.raises(SnapshotError, match="is no saved cache; give another name"):
+            write_snapshot(tmp_path / name, made())
+        assert (tmp_path / name).read_bytes() == before
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".part")]
+
+
+def test_two_processes_that_save_to_one_file_leave_one_of_the_two_whole(tmp_path):
+    path = tmp_path / "a.cake"
+    writers = [subprocess.Popen([sys.executable, "-c", SAVER, str(path)], stdout=subprocess.PIPE) for _ in range(2)]
+    try:
+        for writer in writers:
+            assert writer.stdout is not None
+            writer.stdout.readline()
+        while not path.exists():
+            time.sleep(0.01)
+        for _ in range(20):
+            assert read_snapshot(path).about == {}
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.wait()
+
+
 def test_a_save_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path, monkeypatch):
     path = tmp_path / "a.cake"
     write_snapshot(path, made(1))

@@ -26,7 +26,9 @@ def state(chat):
     """Everything a turn may change, in comparable form."""
     sequence = chat._sequence
     rows = chat.engine.runner.checkpoint(sequence).rows
-    tensors = () if rows is None else (rows.keys, rows.values, rows.position, rows.score)
+    tensors = () if rows is None else (rows.keys, rows.values, rows.position)
+    if rows is not None:  # a reply's tokens have no score
+        tensors = (*tensors, rows.score.masked_fill(rows.position >= sequence.read, 0.0))
     return (
         list(sequence.ids),
         list(chat._pending),
@@ -236,7 +238,7 @@ def test_a_conversation_that_outgrows_the_context_says_both_numbers_and_clear_he
     before = chat.tokens_used
     assert before == 64 - len(turn)
     for text, total in (("a", 64), ("aaa", 66)):
-        with pytest.raises(PromptError, match=f"the conversation has {total} tokens, but the context is 64: clear"):
+        with pytest.raises(PromptError, match=f"the conversation has {total} tokens, but the context is 64: send less"):
             chat.send(text, max_new_tokens=4)
     assert len(chat.messages) == 2, "the failed turn is in the history"
     assert chat.tokens_used == before
@@ -292,7 +294,7 @@ def test_the_budget_can_change_between_turns(model_folder, kept_positions, force
     assert chat.budget == -(-used // 10)
 
 
-def test_the_budget_in_words_says_what_a_percentage_came_to_and_what_waits(model_folder, force, caplog):
+def test_the_budget_in_words_says_what_a_percentage_came_to_and_what_is_left(model_folder, force, caplog):
     chat = load(model_folder()).chat()
     force([10] * 1000)
     assert chat.budget_text == "1,024 tokens per layer and KV head"
@@ -300,21 +302,26 @@ def test_the_budget_in_words_says_what_a_percentage_came_to_and_what_waits(model
     assert chat.budget_text == "50% of the first prompt"
     say(chat, "the first of them " * 10, max_new_tokens=2)
     first, fixed = chat.stats.full_tokens, chat.budget
-    assert chat.budget_text == f"{fixed} tokens per layer and KV head (50% of {first} tokens)"
     fed = len(chat._sequence.ids)
+    gone = f"of {fed} tokens so far are kept, what is gone does not come back"
+    words = f"{fixed} tokens per layer and KV head (50% of {first} tokens); {fixed + fed - first} {gone}"
+    assert chat.budget_text == words
     chat.set_budget("10%")
     ten = -(-fed // 10)
-    assert chat.budget_text == f"{ten} tokens per layer and KV head (10% of {fed} tokens), from the next message on"
+    assert chat.budget_text == f"{ten} tokens per layer and KV head (10% of {fed} tokens); {ten} {gone}"
     say(chat, "and", max_new_tokens=2)
-    assert chat.budget_text == f"{ten} tokens per layer and KV head (10% of {fed} tokens)"
+    assert chat.budget_text.startswith(f"{ten} tokens per layer and KV head (10% of {fed} tokens); {ten + 1} of ")
     with caplog.at_level(logging.INFO):
         chat.set_budget("0.1%")
     assert "less than the window" in caplog.text
     assert chat.budget_text.startswith("8 tokens per layer and KV head (0.1% of ")
     chat.set_budget(40)
-    assert chat.budget_text == "40 tokens per layer and KV head, from the next message on"
+    assert chat.budget_text.startswith("40 tokens per layer and KV head; 8 of ")
     chat.clear()
     assert chat.budget_text == "40 tokens per layer and KV head"
+    say(chat, "x", max_new_tokens=2)
+    assert chat.budget_text.endswith("tokens so far are kept")
+    assert "all" in chat.budget_text
     assert "keeps everything" in load(model_folder(), policy="full").chat().budget_text
     assert "1MiB of KV memory" in load(model_folder(), kv_memory="1MiB").chat().budget_text
 
