@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from functools import cached_property
 from types import ModuleType
 
 import numpy as np
@@ -14,7 +16,7 @@ from ..errors import BackendError
 from ..models.decoder import Decoder, Layer
 from ..models.quantisation import Matrix
 from .compiling import Compiling
-from .kernels import ON_CPU, load_step
+from .kernels import NO_NUMBA, ON_CPU, kernels_cached, load_step
 from .sequence import Sequence
 from .stepper import OnWait
 from .team import Team
@@ -37,6 +39,8 @@ class CompiledStep:
     def __init__(self, decoder: Decoder, kv_dtype: torch.dtype, threads: int) -> None:
         if decoder.device.type != "cpu":
             raise BackendError(ON_CPU)
+        if importlib.util.find_spec("numba") is None:
+            raise BackendError(NO_NUMBA)
         if kv_dtype not in (torch.float32, torch.bfloat16):
             raise BackendError(f"the compiled step has no form for keys and values stored as {kv_dtype}")
         config = decoder.config
@@ -45,7 +49,6 @@ class CompiledStep:
         if len(stored) > 1 or not stored <= set(LIKE):
             names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in stored))
             raise BackendError(f"the compiled step has no form for weights stored as {names}")
-        self._step: ModuleType = load_step()
         self.decoder = decoder
         self.threads = max(1, min(threads, os.cpu_count() or 1))
         self._team = Team(self.threads)
@@ -69,6 +72,10 @@ class CompiledStep:
         whole = config.head_dim % 16 == 0
         self._lanes = (0,) * (config.head_dim // 16 if whole else 0)
         self._group = (0,) * (config.num_heads // config.num_kv_heads)
+        rows = np.dtype(LIKE[kv_dtype]).name
+        self._kind = f"{self._weights.dtype.name}-{rows}-{len(self._lanes)}-{len(self._group)}"
+        if not self.at_hand:
+            _ = self._step  # it is found out now whether numba can be loaded, as it could when a kernel was kept
         self._constants = np.array([config.rms_norm_eps, decoder.scale, config.embedding_scale], dtype=np.float32)
         self._sliding = np.array([window or 0 for window in config.sliding_windows], dtype=np.int64)
         self._small_tensors()
@@ -76,6 +83,15 @@ class CompiledStep:
         self._angles: dict[tuple[object, int], tuple[np.ndarray, np.ndarray]] = {}
         self._compiling = Compiling()
         self._unlimited = np.full((config.num_layers, config.num_kv_heads), NO_LIMIT, dtype=np.int64)
+
+    @cached_property
+    def _step(self) -> ModuleType:
+        return load_step()
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether the kernel has been compiled on this machine before; see `Step`."""
+        return kernels_cached(self._kind)
 
     # -- tables -------------------------------------------------------------------------------------------------------
 
@@ -186,7 +202,6 @@ class CompiledStep:
         angles = [self._cos_sin(sequence) for sequence in sequences]
         rings = [sequence.ring.as_numpy() if sequence.ring is not None else None for sequence in sequences]
         keys, values = _as_stored(arena.keys), _as_stored(arena.values)
-        kind = f"{self._weights.dtype.name}-{keys.dtype.name}-{len(self._lanes)}-{len(self._group)}"
         arguments = (
             np.array(tokens, dtype=np.int64),
             np.array([sequence.total for sequence in sequences], dtype=np.int64),
@@ -217,7 +232,7 @@ class CompiledStep:
         )
         weights, rows = FORMATS[self._weights.dtype.name], FORMATS[keys.dtype.name]
         what = f"the decode step for {weights} weights, {rows} keys and values"
-        self._compiling.ensure(kind, self._step.decode_step, arguments, what=what, seconds=10, on_wait=on_wait)
+        self._compiling.ensure(self._kind, self._step.decode_step, arguments, what=what, seconds=10, on_wait=on_wait)
         return arguments
 
 

@@ -34,6 +34,10 @@ OnWait = Callable[[], None]  # called about ten times a second while something i
 class Step(Protocol):
     """Feeds one token to the sequence in the arena and gives the next token's logits fp32 `[vocab]`."""
 
+    @property
+    def at_hand(self) -> bool:
+        """Whether `prepare` has less than a second to do, so that a reply's first token need not wait for it."""
+
     def __call__(self, arena: Arena, sequence: Sequence, token: int, *, window: int) -> Tensor: ...
 
     def prepare(self, arena: Arena, sequence: Sequence, *, window: int, on_wait: OnWait | None = None) -> None:
@@ -42,6 +46,8 @@ class Step(Protocol):
 
 class EagerStep:
     """`decode.step` of one decoder: plain torch, with nothing to prepare."""
+
+    at_hand = True
 
     def __init__(self, decoder: Decoder, attention: Attention, rule: HoldRule | None = None) -> None:
         self._decoder, self.attention, self.rule = decoder, attention, rule
@@ -57,6 +63,8 @@ class EagerStep:
 
 class GraphStep(EagerStep):
     """Replies are decoded ahead, see `Ahead`; a step that somebody wants the logits of is an eager one."""
+
+    at_hand = False
 
     def __init__(self, decoder: Decoder, attention: Attention, ahead: Ahead) -> None:
         super().__init__(decoder, attention)

@@ -62,7 +62,8 @@ def stream_tokens(
         timing.total = sequence.total
         timing.lengths = tuple(tuple(int(n) for n in row) for row in tenancy.arena.held)
         picker = runner.picker(sequence, generation, limit, stop_ids)
-        if limit > 1:
+        behind = limit > 1 and runner.step.at_hand  # prepared while the first token is read
+        if limit > 1 and not behind:
             runner.step.prepare(tenancy.arena, sequence, window=window, on_wait=on_wait)
             if runner.ahead is not None:
                 _prepare_ahead(runner, sequence, picker)
@@ -79,6 +80,11 @@ def stream_tokens(
         if runner.ahead is not None:
             yield from _stream_ahead(runner, Seat(sequence, picker, token.id), timing)
             return
+        if behind:
+            behind = False
+            with runner.access.alone():
+                tenancy.activate(sequence)
+                runner.step.prepare(tenancy.arena, sequence, window=window)
         started = time.perf_counter()
         with runner.access.alone():
             tenancy.activate(sequence)

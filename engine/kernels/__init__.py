@@ -10,6 +10,7 @@ import logging
 import shutil
 import tempfile
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
@@ -58,13 +59,12 @@ def cache_folder() -> Path:
     numba does not notice that a function in another file has changed, so the folder is named after all kernel sources,
     numba's version and the processor. Where it cannot be written, a temporary one is used, with a warning.
     """
-    import numba
-    from llvmlite import binding
+    from llvmlite import binding  # not numba, which takes several times as long to import
 
     digest = hashlib.sha256()
     for name in SOURCES:
         digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
-    for fact in (numba.__version__, binding.get_host_cpu_name(), str(binding.get_host_cpu_features())):
+    for fact in (version("numba"), binding.get_host_cpu_name(), str(binding.get_host_cpu_features())):
         digest.update(fact.encode())
     folder = kernel_home() / digest.hexdigest()[:16]
     try:

@@ -13,7 +13,7 @@ WAITS = {"squeeze"}  # judges by the hidden states of new tokens
 
 
 def load(folder, **options):
-    return Engine.load(folder, step="eager", **{"window": 8, **options})
+    return Engine.load(folder, step="eager", **{"window": 8, "policy": "cake", **options})
 
 
 def say(chat, text, **options):

@@ -16,6 +16,7 @@ import torch
 from cake_infer.cache.config import CacheConfig
 from cake_infer.engine import decode
 from cake_infer.engine.compiled import CompiledStep
+from cake_infer.engine.generation import GenerationConfig, resolve_generation
 from cake_infer.engine.runner import Runner
 from cake_infer.engine.sequence import Sequence
 from cake_infer.engine.team import Team
@@ -66,9 +67,9 @@ FAMILIES = {
 }
 
 
-def runner_of(decoder, budget=24, kv_dtype=torch.float32, **options):
-    cache = CacheConfig(budget=budget, window=WINDOW, **options)
-    return Runner(decoder, cache, context=decoder.config.max_position_embeddings, chunk=64, kv_dtype=kv_dtype)
+def runner_of(decoder, budget=24, kv_dtype=torch.float32, step="auto", **options):
+    cache, context = CacheConfig(budget=budget, window=WINDOW, **options), decoder.config.max_position_embeddings
+    return Runner(decoder, cache, context=context, chunk=64, kv_dtype=kv_dtype, step=step)
 
 
 @torch.inference_mode()
@@ -294,3 +295,25 @@ def test_ctrl_c_in_a_compilation_ends_the_command(tmp_path, write_checkpoint):
     assert (process.returncode, out, err) == (130, b"", b"")
     # nothing else takes so long on the way out; the compilation takes 10 s and more
     assert time.monotonic() - started < 6
+
+
+@pytest.mark.parametrize("at_hand", [True, False])
+def test_the_first_token_waits_for_a_compilation_but_not_for_a_kernel_that_is_kept(
+    tiny, random_ids, monkeypatch, at_hand
+):
+    runner, events = runner_of(tiny(), step="eager"), []
+    monkeypatch.setattr(type(runner.step), "at_hand", at_hand)
+    monkeypatch.setattr(type(runner.step), "prepare", lambda *_, **__: events.append("prepared"))
+    generation = resolve_generation(GenerationConfig(max_new_tokens=3, temperature=0.0), {})
+    for token in runner.generate(Sequence(), random_ids(20), generation):
+        events.append(token.id)
+    assert len(events) == 4
+    assert events.index("prepared") == int(at_hand)
+
+
+def test_whether_a_kernel_is_kept_is_known_without_numba():
+    code = (
+        "import sys; from cake_infer.engine.kernels import kernels_cached; kernels_cached('x');"
+        "sys.exit('numba' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
