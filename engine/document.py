@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..cache.budget import Budget
+from ..cache.config import CacheConfig
+from ..cache.policies import DOCUMENT_POLICY, make_policy
 from ..cache.snapshot import Snapshot, read_snapshot, write_snapshot
 from ..errors import OptionError, PromptError, SnapshotError
 from .encoding import check_length, prompt_ids
@@ -25,6 +27,8 @@ log = logging.getLogger(__name__)
 # Beginnings of questions that tokenizers join to what is in front of them in different ways: what is the same before
 # all of them is the document's, and the few tokens behind that are fed with each question.
 BEGINNINGS = ("What", " a", "\n\n\n", "1", "?", "s")
+PARTS = ("policy", "indicator", "allocation", "heads", "merge")
+CHOSEN = (*PARTS, "policy_options", "tau1", "tau2", "gamma", "pool")  # what says how tokens are chosen
 ROOM = 512  # tokens of question and reply for which rotary frequencies that depend on the length are chosen
 
 
@@ -55,6 +59,11 @@ class Document:
         return tuple(tuple(heads) for heads in self.snapshot.rows.held.tolist())
 
     @property
+    def policy(self) -> str:
+        """What chose them, as it describes itself."""
+        return str(self.snapshot.about["policy"])
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the kept keys and values."""
         return self.snapshot.rows.nbytes
@@ -69,13 +78,17 @@ def compress(
     text: str | None,
     messages: list[Message] | None,
     ids: Sequence[int] | None,
+    policy: str | None,
     on_progress: OnProgress | None,
 ) -> Document:
     """See `Engine.compress`."""
     fed, source = document_ids(engine, text, messages, ids)
     runner, sequence = engine.runner, TextSequence()
+    cache = document_cache(engine.cache, policy)
     with runner.access.alone():
         runner.prepare(sequence, len(fed), ROOM)
+        if cache != engine.cache:
+            sequence.policy = make_policy(cache, runner.model, sequence.budget or 0)
         if sequence.budget is not None and engine.cache.kv_memory is None:
             tell_if_raised(Budget.parse(engine.cache.budget), len(fed), engine.cache.window)
         with runner.access.whole(sequence):
@@ -112,6 +125,23 @@ def as_document(engine: Engine, sequence: TextSequence, source: str | list[Messa
     kept = engine.runner.copy(sequence)
     kind = "ids" if source is None else "text" if isinstance(source, str) else "messages"
     return Document(pack(engine, kept, "document", given=kind, source=source), source)
+
+
+def document_cache(cache: CacheConfig, policy: str | None) -> CacheConfig:
+    """An engine's options with a policy by name for a document; without a name that for unknown questions, unless the
+    engine's own policy or one of its parts was chosen. Raises OptionError."""
+    default = CacheConfig()
+    if policy is None:
+        untouched = all(getattr(cache, name) == getattr(default, name) for name in CHOSEN)
+        policy = DOCUMENT_POLICY if untouched else cache.policy
+    if policy == cache.policy:
+        return cache
+    if cache.policy == "full" or policy == "full":
+        raise OptionError(f"the policy {policy} needs an engine of its own: load the model with it")
+    chosen = replace(cache, **{name: getattr(default, name) for name in CHOSEN} | {"policy": policy})
+    if chosen.late and not cache.late:  # the engine's arena has no room for all layers at once
+        raise OptionError(f"the policy {policy} evicts when all layers are read: load the model with it")
+    return chosen
 
 
 def load_document(engine: Engine, path: str | Path) -> Document:

@@ -288,7 +288,7 @@ class Runner:
 
         Returns the next token's logits fp32 `[vocab]`. Goes on under `torch.inference_mode` only.
         """
-        policy = self.policy(sequence.budget)
+        policy = sequence.policy or self.policy(sequence.budget)
         needs = policy.needs if observer is None else policy.needs | observer.needs
         hidden = yield from prefill.reading(
             self.decoder,

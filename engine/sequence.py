@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..cache.policies.base import Policy
 from ..cache.saved_rows import SavedRows
 from ..models.rope import Rotary
 
@@ -89,6 +90,7 @@ class Sequence:
     parked: SavedRows | None = None
     read: int = 0  # tokens whose rows have what the policy left with them: those of the last prefill and before
     kept_by: str | None = None  # a document's policy: nothing more is evicted, whatever is fed
+    policy: Policy | None = None  # in place of the engine's own
     spoilt: bool = False  # a piece or a step was broken off in the middle: the rows mean nothing any more
 
     @property

@@ -174,6 +174,7 @@ class Tenancy:
             parked=self.arena.save() if active else sequence.parked,
             read=sequence.read,
             kept_by=sequence.kept_by,
+            policy=sequence.policy,
         )
 
     def restore(self, sequence: Sequence, saved: Checkpoint) -> None:

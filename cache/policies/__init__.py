@@ -23,7 +23,17 @@ if TYPE_CHECKING:
     from ..holds.base import HoldRule
     from .base import Policy
 
-__all__ = ["NAMED", "POLICIES", "Choice", "Named", "PolicyModel", "choose", "make_hold", "make_policy"]
+__all__ = [
+    "DOCUMENT_POLICY",
+    "NAMED",
+    "POLICIES",
+    "Choice",
+    "Named",
+    "PolicyModel",
+    "choose",
+    "make_hold",
+    "make_policy",
+]
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,7 @@ NAMED = {
         paper="CAKE's allocation and scores in CriticalKV's two stages; no paper's own",
     ),
 }
+DOCUMENT_POLICY = "auto"  # for a document whose questions are not known: what loses least there (docs/methods.md)
 KEEPS_SCORES = ("h2o", "g-kv")  # the hold rules that write to the slots' scores
 POLICIES = (*NAMED, *(name for name in INDICATORS if name not in NAMED), "full")
 

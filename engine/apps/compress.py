@@ -6,6 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
+from ...cache.policies import DOCUMENT_POLICY
 from ...errors import PromptError
 from .console import Console
 from .interrupt import Interrupt
@@ -14,11 +15,12 @@ from .loading import Load, add_model_arguments, add_output_arguments, open_engin
 if TYPE_CHECKING:
     from ..engine import Engine
 
-COST = """\
-What is kept is chosen before a question is known, by the document's own last tokens: what a question would have wanted
-may be gone, more of it the smaller the budget. Where the answer matters, keep more (--budget 20%), or read the document
-with its question. Policies without a window of votes (--policy keydiff, expected-attention) do not lean to the text's
-end; `cake-infer eval needle` compares them."""
+COST = f"""\
+What is kept is chosen before a question is known: what a question would have wanted may be gone, more of it the smaller
+the budget. Without --policy it is `{DOCUMENT_POLICY}`, which lost least of the answers where the question came
+afterwards (docs/methods.md has how much at each budget, and `cake-infer eval fidelity --question after` measures it on
+texts of your own). The file and the statistics line of each answer name the policy. Where an answer matters, keep more
+(--budget 20%), or read the document with its question."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text.add_argument(
         "-o", "--output", metavar="FILE", required=True, help="the file to write, in place of one that may be there"
     )
-    add_model_arguments(parser, skip=("decode_policy", "hold_by"))
+    add_model_arguments(parser, skip=("decode_policy", "hold_by", "policy"))
+    parser.add_argument(
+        "--policy",
+        metavar="NAME",
+        default=DOCUMENT_POLICY,
+        help=f"what decides which tokens are kept, see `policies` (default {DOCUMENT_POLICY})",
+    )
     add_output_arguments(parser.add_argument_group("output"))
 
 
@@ -75,6 +83,7 @@ def run(args: argparse.Namespace, load: Load | None = None) -> int:
                 document = engine.compress(
                     prompt.text if args.raw else None,
                     messages=messages,
+                    policy=args.policy,
                     on_progress=interrupt.watch(console.progress),
                 )
             finally:
@@ -87,6 +96,6 @@ def run(args: argparse.Namespace, load: Load | None = None) -> int:
         share = document.kept_tokens / document.tokens
         console.notice(
             f"{target}: {size_text(os.path.getsize(target))}, kept {document.kept_tokens:,.0f} of {document.tokens:,} "
-            f"tokens a layer ({share:.1%}); ask with --cache {target} --prompt TEXT"
+            f"tokens a layer ({share:.1%}) by {document.policy}; ask with --cache {target} --prompt TEXT"
         )
     return 0

@@ -96,7 +96,7 @@ class FakeEngine:
     def encode(self, text: str, *, cache: Any) -> list[int]:
         return list(text.encode())
 
-    def compress(self, text: str | None, *, messages: Any, on_progress: Any) -> Any:
+    def compress(self, text: str | None, *, messages: Any, on_progress: Any, policy: str = "auto") -> Any:
         self.calls.append(("compress", text or messages))
         lengths = ((2, 2), (4, 4))
 
@@ -104,7 +104,7 @@ class FakeEngine:
             self.calls.append(("save", path))
             path.write_bytes(b"rows")
 
-        return SimpleNamespace(tokens=9, kept_tokens=3.0, layer_lengths=lengths, save=save)
+        return SimpleNamespace(tokens=9, kept_tokens=3.0, layer_lengths=lengths, save=save, policy="auto")
 
     def stream(self, *, ids: list[int], config: Any, on_progress: Any, cache: Any = None) -> Iterator[Piece]:
         self.calls.append(("stream", {"ids": ids, "config": config}))

@@ -8,6 +8,7 @@ import logging
 import pytest
 import torch
 from cake_infer import Engine
+from cake_infer.cache.policies import DOCUMENT_POLICY
 from cake_infer.cache.snapshot import read_snapshot, write_snapshot
 from cake_infer.cli import main
 from cake_infer.errors import MemoryLimit, OptionError, PromptError, SnapshotError
@@ -96,6 +97,58 @@ def test_questions_in_any_order_from_memory_and_from_a_file_have_the_same_answer
         assert other.generate(list(QUESTIONS), cache=found, max_new_tokens=6, temperature=0.0)[1].ids == first[1]
         found.save(tmp_path / "b.cake")  # of what is mapped from the other file
         assert answers(other, other.load_document(tmp_path / "b.cake")) == first
+
+
+@pytest.mark.parametrize(
+    ("options", "asked", "used"),
+    [
+        ({}, None, DOCUMENT_POLICY),
+        ({}, "cake", "cake"),
+        ({}, "knorm", "knorm"),
+        ({"policy": "snapkv"}, None, "snapkv"),
+        ({"policy": "snapkv"}, "cake", "cake"),
+        ({"policy": "cake", "gamma": 100.0}, None, "cake"),
+        ({"policy": "cake", "gamma": 100.0}, "knorm", "knorm"),
+    ],
+)
+def test_a_document_is_chosen_from_by_the_policy_for_unknown_questions_or_the_one_that_was_named(
+    model_folder, tmp_path, options, asked, used
+):
+    """The rows, the file and the figures of an answer are those of an engine that was loaded with that policy."""
+    folder = model_folder()
+    engine = load(folder, **options)
+    document = engine.compress(messages=messages(), policy=asked)
+    kept = {name: value for name, value in options.items() if name == "gamma" and used == "cake" and asked is None}
+    twin = load(folder, policy=used, **kept)
+    expected = twin.compress(messages=messages())
+    rows, other = document.snapshot.rows, expected.snapshot.rows
+    assert rows.length.tolist() == other.length.tolist()
+    assert torch.equal(rows.position, other.position)
+    assert torch.equal(rows.keys, other.keys)
+    document.save(tmp_path / "a.cake")
+    loaded = load(folder).load_document(tmp_path / "a.cake")
+    assert loaded.policy == expected.policy == twin.runner.policy(48).describe()
+    result = load(folder).generate("why?", cache=loaded, max_new_tokens=2)
+    assert result.stats.policy == loaded.policy
+    assert result.stats.line().endswith(loaded.policy)
+    chat = engine.chat()  # other texts of the engine are its own policy's
+    list(chat.send(DOCUMENT, max_new_tokens=2))
+    assert chat.stats.policy == engine.runner.policy(48).describe()
+
+
+def test_a_policy_that_a_document_cannot_have_here_is_refused(model_folder):
+    engine = load(model_folder())
+    for policy, reason in (
+        ("squeeze", "when all layers are read"),
+        ("full", "engine of its own"),
+        ("magic", "unknown"),
+    ):
+        with pytest.raises(OptionError, match=reason):
+            engine.compress(DOCUMENT, policy=policy)
+    full = Engine.load(engine.model_path, policy="full", step="eager")
+    assert full.compress(DOCUMENT).kept_tokens == full.compress(DOCUMENT).tokens
+    with pytest.raises(OptionError, match="engine of its own"):
+        full.compress(DOCUMENT, policy="cake")
 
 
 @pytest.mark.parametrize("hold_by", [None, "cake", "streaming-llm"])
@@ -248,6 +301,19 @@ def test_compress_and_ask_say_what_the_one_shot_command_says(shell, raw):
     assert answer["ids"] == whole["ids"]
     assert answer["prompt_tokens"] < whole["prompt_tokens"] / 4
     assert answer["stats"]["full_tokens"] == whole["stats"]["full_tokens"]
+
+
+@pytest.mark.parametrize(("words", "used"), [((), DOCUMENT_POLICY), (("--policy", "cake"), "cake")])
+def test_compress_names_the_policy_it_used_and_an_answer_does_too(shell, words, used):
+    book, cake = str(shell.at / "book.txt"), str(shell.at / "book.cake")
+    code, _, err = shell("compress", "--prompt-file", book, "--budget", "64", "-o", cake, *words)
+    assert code == 0, err
+    policy = read_snapshot(cake).about["policy"]
+    assert policy.split()[0].rstrip(",") == used
+    assert policy in err
+    code, _, err = shell("--cache", cake, "--prompt", "what of it?", "--max-tokens", "4")
+    assert code == 0, err
+    assert err.rstrip().endswith(policy)
 
 
 def test_the_commands_refuse_in_one_line(shell):
