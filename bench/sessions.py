@@ -3,7 +3,8 @@
     python bench/sessions.py --tokens 7800 --budget 1024
 
 In one process the second question goes on from the rows in memory; a new process loads the model and the file. Beside
-them the same prompt is read in one go, once in this process and once in a new one. Random tokens; medians.
+them the same prompt is read in one go, once in this process and in a new one. A new process is timed from its start to
+its first token, and what it cannot do without is `import torch`. Random tokens; medians.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ with Engine.load(sys.argv[1], budget=int(sys.argv[2])) as engine:
     ids = [int(token) for token in open(sys.argv[3]).read().split()]
     cache = engine.load_document(sys.argv[4]) if len(sys.argv) > 4 else None
     next(engine.stream(ids=ids, cache=cache, max_new_tokens=2, temperature=0.0))
+    print("first", flush=True)
 """
 
 
@@ -40,6 +42,18 @@ def median(action, rounds: int) -> float:
         action()
         times.append(time.perf_counter() - start)
     return float(np.median(times[1:]))
+
+
+def until_it_speaks(command: list[object]) -> float:
+    """Seconds from the start of a process to its first line."""
+    start = time.perf_counter()
+    with subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        seconds = time.perf_counter() - start
+    if not line or process.returncode != 0:
+        raise SystemExit("a process ended without its first token")
+    return seconds
 
 
 def main() -> None:
@@ -82,16 +96,12 @@ def main() -> None:
         asked.write_text(" ".join(map(str, question)))
         child = [sys.executable, "-c", CHILD, args.model, str(args.budget)]
 
-        def process(*more: object) -> None:
-            subprocess.run([*child, *map(str, more)], check=True, stdin=subprocess.DEVNULL)
-
-        new = median(lambda: process(asked, path), args.rounds)
-        start = time.perf_counter()
-        process(whole)
-        fresh_process = time.perf_counter() - start
+        new = float(np.median([until_it_speaks([*child, asked, path]) for _ in range(args.rounds + 1)][1:]))
+        fresh_process = until_it_speaks([*child, whole])
+        torch_alone = min(until_it_speaks([sys.executable, "-c", "import torch; print()"]) for _ in range(2))
     name = f"{args.tokens} tokens, budget {args.budget}"
     report("sessions", f"first token of a second question, {name}", again, "s", None, {"read again": fresh})
-    report("sessions", f"the same from a new process, {name}", new, "s", None, {"read again": fresh_process})
+    report("sessions", f"the same from a new process, {name}", new, "s", torch_alone, {"read again": fresh_process})
     report("sessions", f"file, {name}", size, "bytes", kept, {"full cache": full})
     report("sessions", f"loading the file, {name}", load, "s", None)
 

@@ -168,8 +168,12 @@ class Repl:
         if self._speak(lambda on_progress: self.chat.send(text, config=self._generation, on_progress=on_progress)):
             self._documents.clear()
 
-    def _speak(self, stream: Callable[[OnProgress], Generator[Piece, None, None]]) -> bool:
-        """Show a reply; whether there is one, at least its first token."""
+    def _speak(
+        self,
+        stream: Callable[[OnProgress], Generator[Piece, None, None]],
+        without_reply: str = "the message is dropped",
+    ) -> bool:
+        """Show a reply; whether there is one, at least its first token. `without_reply`: what it means if not."""
         before = self.chat.tokens_used
         reply = Reply(self._console)
         try:
@@ -181,7 +185,7 @@ class Repl:
         if reply.finish_reason == "interrupted":
             if not self._lines.interactive:
                 raise KeyboardInterrupt
-            what = "what there is of the reply stays in the conversation" if reply.pieces else "the message is dropped"
+            what = "what there is of the reply stays in the conversation" if reply.pieces else without_reply
             self._console.notice(f"interrupted: {what}")
         reply.report(f"context {self.chat.tokens_used:,} of {self.chat.context:,}")
         self._tell_context(self.chat.tokens_used - before)
@@ -211,7 +215,10 @@ class Repl:
             self._console.answer(self.chat.stats.line())
 
     def _regen(self, argument: str) -> None:
-        self._speak(lambda on_progress: self.chat.regenerate(config=self._generation, on_progress=on_progress))
+        self._speak(
+            lambda on_progress: self.chat.regenerate(config=self._generation, on_progress=on_progress),
+            "the last reply stays",
+        )
 
     def _undo(self, argument: str) -> None:
         message = " ".join(self.chat.undo().split())

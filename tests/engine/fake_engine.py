@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -148,6 +148,7 @@ class FakeChat:
     def clear(self) -> None:
         self.messages: list[dict[str, str]] = []
         self.tokens_used = 0
+        self.before: tuple[list[dict[str, str]], int] | None = None
         self.stats: Statistics | None = None
 
     @property
@@ -164,7 +165,24 @@ class FakeChat:
             raise PromptError("the message is empty")
         return self._turn(text, config, on_progress)
 
-    def _turn(self, text: str, config: Any, on_progress: Any) -> Iterator[Piece]:
+    def undo(self) -> str:
+        if self.before is None:
+            raise PromptError("there is no turn to take back")
+        text = self.messages[-2]["content"]
+        (self.messages, self.tokens_used), self.before = self.before, None
+        return text
+
+    def regenerate(self, *, config: Any, on_progress: Any) -> Iterator[Piece]:
+        now, before = (self.messages, self.tokens_used), self.before
+        pieces = self._turn(self.undo(), config, on_progress)
+        try:
+            yield from pieces
+        finally:
+            pieces.close()
+            if self.before is None:  # no token came
+                (self.messages, self.tokens_used), self.before = now, before
+
+    def _turn(self, text: str, config: Any, on_progress: Any) -> Generator[Piece, None, None]:
         needed = len(text) + 2
         if self.tokens_used + needed >= self.context:
             raise PromptError(f"{self.tokens_used + needed} tokens, but the context is {self.context}")
@@ -180,6 +198,7 @@ class FakeChat:
                 yield piece
         finally:
             if shown:
+                self.before = (list(self.messages), self.tokens_used)
                 self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": "".join(shown)}]
                 self.tokens_used += needed + len(shown)
 

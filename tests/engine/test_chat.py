@@ -101,16 +101,28 @@ def test_turns_on_an_evicted_cache_equal_the_masked_dense_model_and_kept_sets_on
     assert [message["content"] for message in chat.messages[::2]] == texts
 
 
-def test_history_is_the_ids_of_the_reply_not_its_text(model_folder, dense, force):
+@pytest.mark.parametrize("how", ["at once", "written again", "taken back", "saved and loaded"])
+def test_history_is_the_ids_of_the_reply_not_its_text(model_folder, dense, force, tmp_path, how):
     folder = model_folder()
     engine = load(folder)
     tokenizer, chat = engine.tokenizer, engine.chat()
     # " the" byte by byte, where the tokenizer itself has a token for it
     reply = [token for letter in " the" for token in tokenizer.encode(letter, add_bos=False)]
     assert tokenizer.encode(" the", add_bos=False) != reply
-    seen = force([*reply, 4, *reply, 4])
-    assert say(chat, "one")[0] == " the"
-    del seen[:]
+    seen = force([*([10, 4] if how == "written again" else []), *reply, 4])
+    if how == "written again":
+        say(chat, "one")
+        list(chat.regenerate())
+    else:
+        assert say(chat, "one")[0] == " the"
+    if how == "taken back":
+        say(chat, "no, this", max_new_tokens=3)
+        chat.undo()
+    if how == "saved and loaded":
+        chat.save(tmp_path / "a.cake")
+        chat = load(folder).chat()
+        chat.load(tmp_path / "a.cake")
+    seen = force([*reply, 4])
     say(chat, "two")
     first = engine.template.encode([{"role": "user", "content": "one"}])
     turn = tokenizer.encode("<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n", add_bos=False)
@@ -246,6 +258,27 @@ def test_a_conversation_that_outgrows_the_context_says_both_numbers_and_clear_he
     assert (chat.messages, chat.tokens_used, chat.stats) == ([], 0, None)
     say(chat, "a", max_new_tokens=4)
     assert chat.tokens_used == len(first) + 4
+
+
+def test_a_reply_that_the_context_may_cut_is_announced_before_the_turn_runs(model_folder, force, caplog):
+    engine = load(model_folder(max_position_embeddings=64))
+    chat, events = engine.chat(), []
+    force([10] * 100)
+    turn = len(engine.template.encode([{"role": "user", "content": "a"}]))
+
+    def on_progress(progress):
+        events.append(len(caplog.records))
+
+    say(chat, "a", max_new_tokens=64 - turn, on_progress=on_progress)
+    assert not caplog.records, "this one fits to the last token"
+    chat.undo()
+    say(chat, "a", max_new_tokens=64 - turn + 1, on_progress=on_progress)
+    assert events[-1] == len(caplog.records) == 1, "not before the turn"
+    assert caplog.records[0].levelname == "WARNING"
+    text = caplog.records[0].getMessage()
+    assert text.startswith(f"the reply can have {64 - turn} tokens at most, where up to {64 - turn + 1} are asked for")
+    assert "context of 64 ends" in text
+    assert "undo turns or clear the conversation" in text
 
 
 def test_a_reply_ends_where_the_context_ends(model_folder, force):

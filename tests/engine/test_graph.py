@@ -242,6 +242,37 @@ def test_interleaved_replies_undo_one_another_and_go_on(
         assert got == alone
 
 
+@pytest.mark.parametrize("cache", ["grow", "hold"])
+def test_a_document_without_a_ring_of_queries_is_answered_as_by_the_eager_step(
+    tmp_path, write_checkpoint, make_runner, make_graphed, random_ids, cache
+):
+    """Such as one that was read with everything kept, between turns of a conversation, whose ring stays its own."""
+    folder = write_checkpoint(tmp_path / "model")
+    reader, whole = make_runner(folder, step="eager", context=256, policy="full"), Sequence()
+    with torch.inference_mode():
+        reader.feed(whole, random_ids(40), reader.prepare(whole, 40, 1))
+    kept, plan = reader.copy(whole), generation(**OPTIONS["all"])
+    assert kept.ring is None
+    options = {"context": 256, **CACHES[cache]}
+    eager, graphed = make_runner(folder, step="eager", **options), make_graphed(folder, **options)
+    eager.attention = Ragged()
+    replies, states = [], []
+    for runner in (eager, graphed):
+        talk, got = Sequence(), []
+        for turn in range(3):
+            got += reply(runner, talk, random_ids(15, seed=turn), plan)
+            states.append(state_of(runner, talk))
+            document = Sequence(ids=list(kept.ids), rotary=kept.rotary, parked=kept.parked, kept_by="full")
+            got += reply(runner, document, random_ids(6, seed=turn + 9), plan)
+            states.append(state_of(runner, document))
+            assert document.ring is None
+        replies.append([(token.id, token.finish_reason) for token in got])
+    assert replies[0] == replies[1]
+    for theirs, ours in zip(states[:6], states[6:], strict=True):
+        assert_same_state(ours, theirs)
+    assert len(states[0][1][0, 0][0]) < 15 + 12 < len(states[1][1][0, 0][0]), "evicted there, and nothing here"
+
+
 @pytest.mark.parametrize("cache", list(CACHES))
 def test_a_batch_of_different_lengths_finishes_independently(
     tmp_path, write_checkpoint, make_runner, make_graphed, random_ids, cache

@@ -183,6 +183,55 @@ def test_ctrl_c_while_the_message_is_read_drops_it(chat: Callable[..., Terminal]
     assert "Traceback" not in terminal.seen
 
 
+def test_ctrl_c_stops_a_reply_that_is_written_again_and_the_rest_of_the_commands_go_on(
+    chat: Callable[..., Terminal],
+) -> None:
+    terminal = chat(FAKE_DELAY=0.2, FAKE_TOKENS="one two three four five")
+    terminal.line("first")
+    terminal.expect("tok")
+    terminal.ready()
+    terminal.line("second")
+    terminal.expect("[2] one two three")
+    terminal.type(CTRL_C)
+    terminal.expect("stays in the conversation")
+    terminal.ready()
+    terminal.line("/regen")
+    terminal.expect("[2] one two")
+    terminal.type(CTRL_C)
+    terminal.expect("stays in the conversation")
+    terminal.ready()
+    terminal.interrupt_line()
+    terminal.ready()
+    terminal.line("/regen")
+    terminal.expect("[2] one two three four five")
+    terminal.ready()
+    terminal.line("/undo")
+    terminal.expect("taken back: second")
+    terminal.ready()
+    terminal.line("third")
+    terminal.expect("[2] one")
+    terminal.expect("tok")
+    terminal.ready()
+    assert terminal.end() == 0
+    assert "Traceback" not in terminal.seen
+
+
+def test_ctrl_c_before_a_reply_is_written_again_leaves_the_last_one(chat: Callable[..., Terminal]) -> None:
+    terminal = chat(FAKE_PREFILL=1.5)
+    terminal.line("first")
+    terminal.expect("tok")
+    terminal.ready()
+    terminal.line("/regen")
+    terminal.expect("reading")
+    terminal.type(CTRL_C)
+    terminal.expect("interrupted: the last reply stays")
+    terminal.ready()
+    terminal.line("second")
+    terminal.expect("[2] one", 30)
+    terminal.ready()
+    assert terminal.end() == 0
+
+
 def test_a_terminal_shows_a_bar_with_time_left_while_a_long_message_is_read(chat: Callable[..., Terminal]) -> None:
     terminal = chat(FAKE_PREFILL=1.5)
     terminal.line("first")
@@ -345,6 +394,18 @@ def test_a_pipe_is_a_message_a_line_and_stdout_has_the_replies_alone() -> None:
 
 def test_a_pipe_with_quiet_has_an_empty_stderr() -> None:
     assert piped("one\n", "--quiet").stderr == b""
+
+
+def test_a_command_that_stands_alone_takes_no_argument_in_silence() -> None:
+    seen = piped("one\n/undo 3\n/regen shorter\n/clear all\n/stats now\n/help me\ntwo\n", FAKE_TOKENS="yes")
+    assert seen.stdout == b"[0] yes\n[2] yes\n"
+    assert seen.stderr.count(b"stands alone") == 5
+    assert b"'shorter' has no effect" in seen.stderr
+
+
+def test_every_turn_shows_the_context_used() -> None:
+    lines = piped("one\ntwo\n", FAKE_TOKENS="yes").stderr.decode().splitlines()
+    assert [line.split(" | ")[-1] for line in lines] == ["context 6 of 4,096", "context 12 of 4,096"]
 
 
 def test_a_broken_line_of_a_pipe_is_an_error_with_its_offset_and_the_next_one_is_read() -> None:
@@ -543,8 +604,11 @@ def test_a_conversation_that_outgrows_the_context_is_announced_refused_and_clear
     refused = [index for index, line in enumerate(notices) if line.startswith("error: ")]
     assert len(refused) >= 1
     assert nearly < refused[0]
-    assert "/clear" in notices[refused[0]]
+    for way in ("send less", "/undo", "/save FILE", "/clear"):
+        assert way in notices[refused[0]]
     assert "128" in notices[refused[0]]
+    cut = [index for index, line in enumerate(notices) if line.startswith("warning: the reply can have")]
+    assert all(index < refused[0] for index in cut)
     assert [message["content"] for message in repl.chat.messages[::2]] == ["y"]
 
 
