@@ -67,7 +67,7 @@ def main() -> None:
     args = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as folder,
-        Engine.load(args.model, budget=args.budget, context=args.tokens + 512) as engine,
+        Engine.load(args.model, budget=args.budget) as engine,
     ):
         ids = random.Random(0).choices(range(256, engine.config.vocab_size), k=args.tokens + QUESTION)
         document_ids, question = ids[: args.tokens], ids[args.tokens :]
