@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from ..cache.arena import Staged
@@ -58,15 +57,14 @@ def _evict(runner: Runner, sequence: Sequence, policy: Policy, budget: int) -> N
     cos, sin = sequence.rotary.cos_sin(nothing)
     piece = Piece(nothing, 0, sequence.total, cos, sin, runner.chunk, None, runner.attention, policy.needs)
     separators = runner.separators if "separators" in policy.needs else None
-    arena.begin(limit, int(arena.length.max()))
+    arena.begin(limit, int(arena.held.max()))
     for index in range(layers):
         staged = arena.stage(index, 0, sequence.total)
         inputs, first = _inputs(runner, sequence, staged, index, policy)
         view = layer_view(decoder, sequence, staged, index, piece, window, inputs, separators)
         view = replace(view, first=first, window_pass=runner.window_pass)
         keep_best(arena, staged, view, policy.score(view), cascade, policy.merger)
-    arena.finish(np.zeros_like(arena.length))
-    sequence.limit = arena.length.copy() if runner.hold else None
+    runner.make_room(arena, sequence, 0)
     sequence.read = sequence.total
 
 

@@ -174,6 +174,18 @@ def test_every_policy_gives_up_at_once_or_says_that_it_waits(model_folder, force
     assert "from the next message on" not in chat.budget_text
 
 
+def test_packed_rows_give_up_at_once_too(model_folder, force):
+    engine = load(model_folder(), budget=60, kv_bits=4)
+    chat = engine.chat()
+    force([10] * 60)
+    say(chat, "the first of them " * 9, max_new_tokens=11)
+    chat.set_budget(16)
+    kept = engine.runner.tenancy.lengths(chat._sequence)
+    assert kept.sum() == 16 * kept.size
+    say(chat, "and on?", max_new_tokens=3)
+    assert chat.stats.kept_tokens == 16
+
+
 def test_h2o_counts_each_query_once_when_the_budget_shrinks_between_turns(model_folder, dense, force, kept_positions):
     """What a token has got from the queries of the reply is added to its sum; what was read before is not again."""
     folder = model_folder()
