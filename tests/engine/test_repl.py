@@ -405,7 +405,7 @@ def test_a_command_that_stands_alone_takes_no_argument_in_silence() -> None:
 
 def test_every_turn_shows_the_context_used() -> None:
     lines = piped("one\ntwo\n", FAKE_TOKENS="yes").stderr.decode().splitlines()
-    assert [line.split(" | ")[-1] for line in lines] == ["context 6 of 4,096", "context 12 of 4,096"]
+    assert [line.split(" | ")[-1] for line in lines] == ["context 7 of 4,096", "context 14 of 4,096"]
 
 
 def test_a_broken_line_of_a_pipe_is_an_error_with_its_offset_and_the_next_one_is_read() -> None:
