@@ -80,30 +80,27 @@ def main() -> None:
             next(stream)
             stream.close()
 
+        name = f"{args.tokens} tokens, budget {args.budget}"
         again = median(lambda: first_token(document), args.rounds)
-        load = median(lambda: engine.load_document(path), args.rounds)
         start = time.perf_counter()
         first_token()
         fresh = time.perf_counter() - start
+        report("sessions", f"first token of a second question, {name}", again, "s", None, {"read again": fresh})
         layout = engine.runner.layout
         slots = args.tokens * layout.num_layers * layout.num_kv_heads
         full = slots * 2 * layout.head_dim * layout.kv_dtype.itemsize
-        size = path.stat().st_size
-        kept = document.nbytes
+        report("sessions", f"file, {name}", path.stat().st_size, "bytes", document.nbytes, {"full cache": full})
+        load = median(lambda: engine.load_document(path), args.rounds)
+        report("sessions", f"loading the file, {name}", load, "s", None)
 
         whole, asked = Path(folder) / "whole.txt", Path(folder) / "question.txt"
         whole.write_text(" ".join(map(str, ids)))
         asked.write_text(" ".join(map(str, question)))
-        child = [sys.executable, "-c", CHILD, args.model, str(args.budget)]
-
+        child = [sys.executable, "-c", CHILD, args.model, args.budget]
+        torch_alone = until_it_speaks([sys.executable, "-c", "import torch; print()"])
         new = float(np.median([until_it_speaks([*child, asked, path]) for _ in range(args.rounds + 1)][1:]))
         fresh_process = until_it_speaks([*child, whole])
-        torch_alone = min(until_it_speaks([sys.executable, "-c", "import torch; print()"]) for _ in range(2))
-    name = f"{args.tokens} tokens, budget {args.budget}"
-    report("sessions", f"first token of a second question, {name}", again, "s", None, {"read again": fresh})
-    report("sessions", f"the same from a new process, {name}", new, "s", torch_alone, {"read again": fresh_process})
-    report("sessions", f"file, {name}", size, "bytes", kept, {"full cache": full})
-    report("sessions", f"loading the file, {name}", load, "s", None)
+        report("sessions", f"the same from a new process, {name}", new, "s", torch_alone, {"read again": fresh_process})
 
 
 if __name__ == "__main__":
