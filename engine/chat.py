@@ -92,9 +92,8 @@ class Chat:
     def set_budget(self, budget: int | str) -> None:
         """Change the budget. What a smaller one has no room for is given up at once, and does not come back.
 
-        A percentage is of the conversation so far; of the first message's prompt if there is none yet. One that comes
-        to less than the window is raised to it; a number of tokens below it raises BudgetError. A policy that judges by
-        the hidden states of new tokens gives up with the next turn.
+        A percentage is of the conversation so far, or of the first message's prompt, and at least the window; a number
+        of tokens below it raises BudgetError. A policy that judges by hidden states waits for the next turn.
         """
         self._check_idle()
         moment = self._moment()

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 COST = f"""\
 What is kept is chosen before a question is known: what a question would have wanted may be gone, more of it the smaller
 the budget. Without --policy it is `{DOCUMENT_POLICY}`, which lost least of the answers where the question came
-afterwards (docs/methods.md has how much at each budget, and `cake-infer eval fidelity --question after` measures it on
-texts of your own). The file and the statistics line of each answer name the policy. Where an answer matters, keep more
-(--budget 20%), or read the document with its question."""
+afterwards: 0.28 nats per token at 12.5% of the text and 0.67 at 3.2%, where `cake` lost 0.43 and 0.70 (SmolLM2-135M, 53
+prompts; `cake-infer eval fidelity --question after` measures it on texts of your own). The file and the statistics line
+of each answer name the policy. Where an answer matters, keep more (--budget 20%), or read the document with its
+question."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
