@@ -5,7 +5,7 @@ Nothing is imported until a name is used (PEP 562): `cake-infer --help` must not
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+TYPE_CHECKING = False  # type checkers take it as true; importing typing would take most of the time that this takes
 
 if TYPE_CHECKING:
     from .cache.config import CacheConfig
