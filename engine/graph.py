@@ -152,7 +152,8 @@ class Ahead:
             return
         free = sum(seat is None for seat in self._seats)
         changed = self._store is None or self._store() is not store
-        if self._state is None or changed or free < len(newcomers):
+        ring = any(seat.sequence.ring is not None for seat in newcomers)  # a document need not have one
+        if self._state is None or (ring and self._state.ring is None) or changed or free < len(newcomers):
             assert not (changed and any(seat.ahead for seat in seats)), "a store was replaced under a step"
             arenas = [seat.arena for seat in seats]
             self.land()

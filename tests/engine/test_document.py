@@ -120,7 +120,7 @@ def test_a_document_is_chosen_from_by_the_policy_for_unknown_questions_or_the_on
     document = engine.compress(messages=messages(), policy=asked)
     kept = {name: value for name, value in options.items() if name == "gamma" and used == "cake" and asked is None}
     twin = load(folder, policy=used, **kept)
-    expected = twin.compress(messages=messages())
+    expected = twin.compress(messages=messages(), policy=used)
     rows, other = document.snapshot.rows, expected.snapshot.rows
     assert rows.length.tolist() == other.length.tolist()
     assert torch.equal(rows.position, other.position)
@@ -313,7 +313,7 @@ def test_compress_names_the_policy_it_used_and_an_answer_does_too(shell, words, 
     assert policy in err
     code, _, err = shell("--cache", cake, "--prompt", "what of it?", "--max-tokens", "4")
     assert code == 0, err
-    assert err.rstrip().endswith(policy)
+    assert f" | {policy}" in err
 
 
 def test_the_commands_refuse_in_one_line(shell):
