@@ -161,6 +161,13 @@ def continued_size(
     )
 
 
+def after_turn(budget: int | None, tokens: int, new_tokens: int, hold: int = 0) -> int:
+    """Tokens that an average row holds after a first turn of so many."""
+    if hold and budget is not None:
+        return min(tokens + new_tokens, budget + hold - 1)
+    return (tokens if budget is None else min(tokens, budget)) + new_tokens
+
+
 def span_start(layout: ArenaLayout, slots: int) -> int:
     """The first slot, from slot `slots` on, where a span of a shared store may begin: staging in it is then aligned."""
     step = ALIGNMENT // math.gcd(ALIGNMENT, layout.head_dim * layout.kv_dtype.itemsize)

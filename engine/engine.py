@@ -123,8 +123,12 @@ class Engine:
             before_weights=before_weights,
         )
 
-    def check_room(self, prompt_tokens: int, config: GenerationConfig | None = None) -> None:
-        """Compare what a one-shot run needs with what there is. Needs no weights, only their headers.
+    def check_room(
+        self, prompt_tokens: int, config: GenerationConfig | None = None, *, conversation: bool = False
+    ) -> None:
+        """Compare what a one-shot run, or a conversation's second turn, needs with what there is.
+
+        It needs no weights, only their headers.
 
         Raises PromptError if the prompt does not fit the context and MemoryLimit if the run does not fit the memory;
         near the limit a warning is logged.
@@ -142,6 +146,7 @@ class Engine:
             new_tokens=room_for_reply(prompt_tokens, wanted, self.context),
             chunk=self.chunk,
             device=self.device,
+            conversation=self.context if conversation else None,
         )
         check_memory(plan, available_memory(str(self.device)))
 

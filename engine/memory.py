@@ -12,7 +12,15 @@ import torch
 
 from ..cache.budget import DEFAULT_BUDGET, Budget, parse_bytes, size_text
 from ..cache.config import CacheConfig
-from ..cache.layout import ArenaLayout, ArenaSize, arena_size, budget_within, packed_bytes, shared_size
+from ..cache.layout import (
+    ArenaLayout,
+    ArenaSize,
+    after_turn,
+    arena_size,
+    budget_within,
+    packed_bytes,
+    shared_size,
+)
 from ..cache.store import BOUNCE_BYTES, OVERLAPPING
 from ..errors import MemoryLimit, OptionError, WeightsError
 from ..models.config import ModelConfig, read_config
@@ -46,7 +54,7 @@ class Plan:
     is read, or afterwards what is kept and room for the reply, whichever is more.
     hidden: one vector per prompt token. widened: one layer's weights in the compute dtype, 0 where they are stored in
     it. chunk: everything that follows from the chunk, the window and the rope. products: what the matrix products of a
-    CPU's library hold beside torch's tensors.
+    CPU's library hold beside torch's tensors. undo: twice the rows that a turn of a chat can go back to.
     """
 
     prompt_tokens: int
@@ -61,6 +69,7 @@ class Plan:
     chunk: int
     products: int = 0
     batch: int = 1
+    undo: int = 0
 
     @property
     def transient(self) -> int:
@@ -69,7 +78,7 @@ class Plan:
 
     @property
     def total(self) -> int:
-        return self.weights + self.arena + self.transient + self.products
+        return self.weights + self.arena + self.transient + self.products + self.undo
 
     def as_dict(self) -> dict[str, int | None]:
         return {**asdict(self), "transient": self.transient, "total": self.total}
@@ -86,11 +95,13 @@ def plan_run(
     chunk: int,
     device: torch.device | str = "cpu",
     batch: int = 1,
+    conversation: int | None = None,
 ) -> Plan:
     """The peak of reading one prompt and writing one reply on an engine that holds nothing yet.
 
     `weights` bytes of matrices in the dtype `stored`. `batch`: so many such prompts are decoded together, as far as
-    `kv_memory` has room for them. Raises BudgetError where the budget is below its minimum.
+    `kv_memory` has room for them. `conversation`: the most tokens of one, of which this is the second turn, after one
+    of the same size. Raises BudgetError where the budget is below its minimum.
     """
     narrow = stored if stored.is_floating_point else torch.bfloat16  # what quantised weights are multiplied in on a GPU
     compute_dtype = torch.float32 if torch.device(device).type == "cpu" else narrow
@@ -98,14 +109,18 @@ def plan_run(
     products = product_dtype(stored, torch.device(device))
     layout = arena_layout(config, cache, kept_dtype, products)
     hold = cache.spare
-    budget = first_budget(config, cache, layout, prompt_tokens, new_tokens)
-    evicting = budget is not None and prompt_tokens > budget
+    budget = first_budget(config, cache, layout, prompt_tokens, new_tokens, context=conversation)
+    held = 0 if conversation is None else after_turn(budget, prompt_tokens, new_tokens, hold)
+    rows, columns = config.num_layers * config.num_kv_heads, held + prompt_tokens
+    evicting = budget is not None and columns > budget
     size = arena_size(
         layout,
         budget=budget if evicting or hold else None,
         tokens=prompt_tokens,
         new_tokens=new_tokens,
         hold=hold,
+        held=rows * held,
+        held_longest=held,
         late=cache.late,
     )
     limit = None if cache.kv_memory is None else parse_bytes(cache.kv_memory)
@@ -129,11 +144,12 @@ def plan_run(
             cache,
             layout,
             budget=budget,
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=columns,
             chunk=min(chunk, prompt_tokens),
             device=torch.device(device),
         ),
         products=product_bytes(config, min(chunk, prompt_tokens)) if torch.device(device).type == "cpu" else 0,
+        undo=0 if conversation is None else 2 * (rows * held * layout.kept_slot_bytes + ring),
     )
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from ..cache import projection
 from ..cache.config import CacheConfig
 from ..cache.layout import ArenaLayout
+from ..cache.merges import cam, d2o
 from ..models.config import ModelConfig
 from . import inputs
 
-FP32 = 4
+FP32, FP64 = 4, 8
 
 
 def method_bytes(
@@ -36,16 +37,28 @@ def method_bytes(
     }
     lasting = sum(size for name, size in whole.items() if name in asked)
     reading = max((size for name, size in of_chunk.items() if name in asked), default=0)
+    merging = 0 if choice is None else merge_bytes(cache, dim, tokens)
     if choice is None or choice.indicator.name == "cake":
-        return lasting, reading, 0
+        return lasting, reading, merging
     group = heads // kv_heads
     rows = group * min(cache.window, tokens) if "window_queries" in asked else 0
     if choice.indicator.name == "defensivekv" and choice.options["indicator"]["norm"] == "l2":
         # a head's attention and what it is made of, beside sums, norms and positions of all heads; or its values
         attended = (2 * rows + 6 * kv_heads + 4) * tokens
         measured = (2 * dim + 3 * kv_heads) * tokens + 2 * group * dim * hidden
-        return lasting, reading, max(attended, measured) * FP32
+        return lasting, reading, max(max(attended, measured) * FP32, merging)
     scoring = (3 * rows + 4 * dim + 8 * kv_heads) * tokens * FP32
     if "output_projection" in asked:
         scoring += 2 * min(projection.TILE_FLOATS, tokens * hidden) * FP32 + group * dim * hidden * FP32
-    return lasting, reading, scoring
+    return lasting, reading, max(scoring, merging)
+
+
+def merge_bytes(cache: CacheConfig, head_dim: int, tokens: int) -> int:
+    """What folding the longest row that there may be takes: its values anew and what goes into them, and a tile."""
+    choice = cache.choice
+    if choice is None or choice.merge.name == "none":
+        return 0
+    row = 4 * tokens * head_dim
+    if choice.merge.name == "cam":
+        return FP64 * (row + 3 * cam.TILE * head_dim)
+    return FP32 * (row + 3 * max(d2o.TILE_FLOATS, tokens))

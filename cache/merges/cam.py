@@ -16,7 +16,7 @@ import torch
 
 from .base import Tokens
 
-_TILE = 2048  # evicted tokens at a time
+TILE = 2048  # evicted tokens at a time
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class CamMerge:
         sums = torch.nn.functional.pad(torch.where(finite, scores, 0.0).cumsum(0), (1, 0))
         counts = torch.nn.functional.pad(finite.double().cumsum(0), (1, 0))
         change = torch.zeros(len(kept) + 1, kept.values.shape[1], dtype=torch.float64, device=kept.values.device)
-        for _, tile in gone.tiles(_TILE):
+        for _, tile in gone.tiles(TILE):
             start = torch.searchsorted(positions, tile.positions.contiguous(), right=True)
             end = (start + self.followers).clamp_max(len(kept))
             mean = (sums[end] - sums[start]) / (counts[end] - counts[start])  # NaN where nobody has a score

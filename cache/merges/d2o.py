@@ -18,7 +18,7 @@ from torch.nn.functional import normalize
 
 from .base import Tokens
 
-_TILE_FLOATS = 1 << 18  # of similarities at a time
+TILE_FLOATS = 1 << 18  # of similarities at a time
 _EPS = 1e-6
 
 
@@ -35,7 +35,7 @@ class D2OMerge:
         if not len(gone) or not len(kept):
             return
         directions = normalize(kept.keys.float(), dim=-1).t()
-        step = max(1, _TILE_FLOATS // len(kept))
+        step = max(1, TILE_FLOATS // len(kept))
         found = [(normalize(tile.keys.float(), dim=-1) @ directions).max(-1) for _, tile in gone.tiles(step)]
         likeness = torch.cat([one.values for one in found])
         targets = torch.cat([one.indices for one in found])

@@ -31,6 +31,7 @@ ROWS = (
     ("one layer, widened", "widened"),
     ("one chunk and tables", "chunk"),
     ("matrix products", "products"),
+    ("rows before the turn", "undo"),
     ("total", "total"),
 )
 
@@ -50,31 +51,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="how many such prompts are decoded together, as far as --kv-memory has room for them (default 1)",
     )
+    length.add_argument(
+        "--chat",
+        action="store_true",
+        help="the second turn of a conversation, after one of the same size, with the copies that /undo goes back to",
+    )
     others = tuple(name for name in GENERATION_FLAGS if name != "max_new_tokens")
     add_flags(length, GenerationConfig, GENERATION_FLAGS, skip=others)
     add_model_arguments(
         parser,
-        skip=(
-            "threads",
-            "tuning",
-            "attention",
-            "step",
-            "tau1",
-            "tau2",
-            "gamma",
-            "indicator",
-            "allocation",
-            "heads",
-            "merge",
-            "policy_options",
-            "hold_by",
-        ),
+        # what no figure depends on
+        skip=("threads", "tuning", "attention", "step", "tau1", "tau2", "gamma"),
     )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
 
 
-conflict = usage_conflict
+def conflict(args: argparse.Namespace, given: set[str]) -> str | None:
+    """Why these flags do not go together, or None."""
+    if args.chat and args.batch > 1:
+        return "--chat is one conversation: leave --batch out"
+    return usage_conflict(args, given)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -93,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     if options.rope_scaling is not None:
         config = with_rope_scaling(config, options.rope_scaling)
     context = context_limit(options.context, config)
-    prompt_tokens, new_tokens = lengths(context, args.prompt_tokens, new_tokens)
+    prompt_tokens, new_tokens = lengths(context // 2 if args.chat else context, args.prompt_tokens, new_tokens)
     weights, stored = weights_of(None if args.random_weights else folder, config, options.dtype, options.quant)
 
     def plan_with(cache: CacheConfig) -> Plan:
@@ -107,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
             chunk=options.chunk,
             device=device,
             batch=args.batch,
+            conversation=context if args.chat else None,
         )
 
     plan, full = plan_with(cache), plan_with(everything(cache))
@@ -175,6 +173,7 @@ def table(name: str, config: ModelConfig, stored: str, plan: Plan, full: Plan, a
 
     budget = "everything is kept" if plan.budget is None else f"budget {plan.budget:,} tokens per layer and KV head"
     prompts = "a prompt" if plan.batch == 1 else f"{plan.batch} prompts together, each"
+    prompts = "the second turn of a conversation, like the first one" if plan.undo else prompts
     lines = [
         f"{name}: {config.num_layers} layers, {config.num_heads} heads, {config.num_kv_heads} KV heads of "
         f"{config.head_dim}, {stored}",
@@ -183,6 +182,8 @@ def table(name: str, config: ModelConfig, stored: str, plan: Plan, full: Plan, a
         f"{'':<22}{'this run':>14}{'full cache':>14}",
     ]
     for label, field in ROWS:
+        if field == "undo" and not (plan.undo or full.undo):
+            continue
         lines.append(f"{label:<22}{size_text(getattr(plan, field)):>14}{size_text(getattr(full, field)):>14}")
     lines.append("")
     if available is None:

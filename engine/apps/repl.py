@@ -83,7 +83,7 @@ def talk(args: argparse.Namespace, console: Console, load: Load | None = None) -
         if engine.tokenizer is None or engine.template is None:
             missing = "tokenizer" if engine.tokenizer is None else "chat template"
             raise PromptError(f"this model has no {missing}, so it cannot chat: give a prompt with --raw --prompt TEXT")
-        engine.check_room(max(1, min(NOMINAL_TURN, engine.context // 2)), generation)
+        engine.check_room(max(1, min(NOMINAL_TURN, engine.context // 2)), generation, conversation=True)
 
     with open_engine(args, console, load, before_weights) as engine:
         return Repl(engine, console, open_line_input(), generation, system).run()

@@ -68,7 +68,7 @@ def d2o_by_the_formula(kept: Tokens, gone: Tokens, similarity: float | None) -> 
 def test_cam_spreads_a_value_over_the_kept_tokens_that_follow(
     kept: int, gone: int, followers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cam, "_TILE", 7)
+    monkeypatch.setattr(cam, "TILE", 7)
     for seed in range(5):
         stay, go = split(seed, kept, gone)
         keys, before = stay.keys.clone(), stay.values.clone()
@@ -96,7 +96,7 @@ def test_cam_with_one_follower_and_full_weight_adds_the_value_to_the_next_token(
 def test_d2o_takes_a_weighted_mean_with_the_tokens_of_similar_keys(
     kept: int, gone: int, similarity: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(d2o, "_TILE_FLOATS", 5 * kept)
+    monkeypatch.setattr(d2o, "TILE_FLOATS", 5 * kept)
     for seed in range(5):
         stay, go = split(seed, kept, gone)
         keys, before = stay.keys.clone(), stay.values.clone()

@@ -82,7 +82,7 @@ class FakeEngine:
     def __exit__(self, *_: object) -> None:
         self.calls.append(("close", None))
 
-    def check_room(self, prompt_tokens: int, generation: Any = None) -> None:
+    def check_room(self, prompt_tokens: int, generation: Any = None, *, conversation: bool = False) -> None:
         self.calls.append(("check_room", prompt_tokens))
         if prompt_tokens >= self.context:
             raise PromptError(f"the prompt has {prompt_tokens} tokens, but the model's context is {self.context}")

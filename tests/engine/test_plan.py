@@ -252,12 +252,18 @@ FLAGS: dict[str, tuple[list[str], set[str]]] = {
     "--policy": (["--policy", "full"], {"budget", "arena", "kept", "chunk", "transient", "total"}),
     "--window": (["--window", "16"], {"chunk", "transient", "total"}),
     "--decode-policy": (["--decode-policy", "hold"], {"arena", "total"}),
+    "--hold-by": (["--decode-policy", "hold", "--hold-by", "g-kv"], {"arena", "total"}),
+    "--indicator": (["--indicator", "h2o"], {"chunk", "transient", "total"}),
+    "--allocation": (["--allocation", "squeeze"], {"arena", "kept", "total"}),
+    "--merge": (["--merge", "cam"], {"chunk", "transient", "total"}),
+    "--schedule": (["--schedule", "late"], {"arena", "kept", "total"}),
+    "--chat": (["--chat"], {"prompt_tokens", "undo"}),
     "--batch": (["--batch", "3"], {"batch", "arena", "kept", "chunk", "transient", "total"}),
     "--kv-bits": (["--kv-bits", "4"], {"arena", "kept", "total"}),
     "--schedule": (["--schedule", "late"], {"arena", "kept", "total"}),
     "--kv-dtype": (["--kv-dtype", "float32"], {"arena", "kept", "total"}),
 }
-EVERYTHING_ELSE = {"--model", "--revision", "--random-weights", "--device", "--json"}
+EVERYTHING_ELSE = {"--model", "--revision", "--random-weights", "--device", "--json", "--heads", "--policy-option"}
 
 
 def test_every_flag_of_plan_is_looked_at() -> None:
@@ -271,12 +277,80 @@ def test_every_flag_of_plan_is_looked_at() -> None:
 def test_a_flag_of_plan_changes_the_figures_it_is_about(flag: str, plan: Callable[..., dict[str, Any]]) -> None:
     arguments, expected = FLAGS[flag]
     # long enough for the statistics and the budget to count in every figure
-    base = [] if flag in ("--max-tokens", "--context", "--rope-scaling") else ["--prompt-tokens", "1500"]
+    base = [] if flag in ("--max-tokens", "--context", "--rope-scaling", "--chat") else ["--prompt-tokens", "1500"]
     with_flag, without = plan(*arguments) if flag == "--prompt-tokens" else plan(*base, *arguments), plan(*base)
     changed = {name for name in without if without[name] != with_flag[name]} - {"available", "full_cache"}
     assert expected <= changed
     if "prompt_tokens" not in expected:
         assert changed == expected
+
+
+def test_the_room_of_a_hold_rule_is_planned_by_its_interval(plan: Callable[..., dict[str, Any]]) -> None:
+    hold = ["--prompt-tokens", "450", "--decode-policy", "hold", "--budget", "400"]
+    each, option, by = (
+        plan(*hold, *more)["arena"]
+        for more in ([], ["--policy-option", "interval=500"], ["--hold-by", "tova,interval=500"])
+    )
+    assert option == by == 3 * 2 * (400 + 500) * (2 * 8 * 2 + 8)  # rows of layers and KV heads, in bf16
+    assert each < by
+
+
+def test_heads_that_share_as_they_like_take_no_more_and_what_does_not_go_together_is_refused(
+    plan: Callable[..., dict[str, Any]], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan("--heads", "adaptive") == plan()
+    assert plan("--policy-option", "gamma=10") == plan()
+    for wrong in (
+        ["--hold-by", "tova"],
+        ["--heads", "own"],
+        ["--policy-option", "sinks=4"],
+        ["--chat", "--batch", "2"],
+        ["--allocation", "squeeze", "--schedule", "cascade"],
+    ):
+        assert cli.main(["plan", "--model", str(folder), *wrong]) == 2, wrong
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"budget": 200}, {"policy": "full"}, {"budget": 200, "decode_policy": "hold"}],
+    ids=["grow", "full", "hold"],
+)
+def test_the_plan_of_a_conversation_counts_the_rows_that_a_turn_can_be_taken_back_to(
+    folder: Path, options: dict[str, Any]
+) -> None:
+    with Engine.load(folder, chunk=64, **options) as engine:
+        chat, turns = engine.chat(), []
+        with LiveBytes() as live:
+            for letter in "abc":
+                for piece in chat.send(letter * 400, max_new_tokens=9, temperature=0.0):
+                    assert piece is not None
+                assert chat.stats is not None
+                turns.append(chat.stats)
+                if len(turns) == 2:
+                    live.peak = 0
+        weights, stored = weights_of(None, engine.config, engine.dtype)
+        plan = plan_run(
+            engine.config,
+            engine.cache,
+            weights=weights,
+            stored=stored,
+            prompt_tokens=turns[1].prompt_tokens,
+            new_tokens=9,
+            chunk=64,
+            conversation=engine.context,
+        )
+        last = chat._undo
+        assert last is not None
+        assert last.sequence.parked is not None
+        rows = last.sequence.parked
+        copied = rows.keys.nbytes + rows.values.nbytes + rows.position.nbytes + rows.score.nbytes
+        copied += 0 if last.sequence.ring is None else last.sequence.ring.copy().nbytes
+    whole = engine.cache.policy == "full"  # what is held grows on, and the plan is of the second turn
+    assert 2 * copied == pytest.approx(plan.undo * (2 if whole else 1), rel=0.06)
+    planned = plan.arena + plan.transient + plan.undo
+    # the longest row, by which a layer is staged, is longer than the mean, and nobody knows by how much
+    assert 0.9 * planned < live.peak < (1.6 if whole else 1.1) * planned
 
 
 def test_plan_of_a_model_a_revision_and_a_device(
