@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..errors import BudgetError, OptionError
 from .budget import DEFAULT_BUDGET, Budget, check_budget, parse_bytes
 from .method import parse_given
-from .policies import POLICIES, Choice, choose
+from .policies import DEFAULT_WINDOW, POLICIES, Choice, choose
 from .schedules import SCHEDULES
 
 DECODE_POLICIES = ("grow", "hold")
@@ -28,7 +28,8 @@ class CacheConfig:
     indicator, allocation, heads: another indicator, sharing over layers or rule over heads than the policy's own.
     merge: what kept values take over of evicted ones, in place of the policy's own, see `cache.merges`.
     policy_options: parameters of these, by name: {"sinks": 4} or ("sinks=4",).
-    window: the last tokens that are always kept and whose queries vote.
+    window: the last tokens that are always kept and whose queries vote; None for what the policy's paper takes, which
+        is 32 for most.
     decode_policy: "grow" keeps new tokens until the reserved room is used, "hold" replaces the least wanted row.
     hold_by: the rule by which hold chooses, None for attention; its options may follow ("h2o,interval=16"); see
         `cache.holds`.
@@ -44,7 +45,7 @@ class CacheConfig:
 
     budget: str | int = DEFAULT_BUDGET
     policy: str = "cake"
-    window: int = 32
+    window: int = None  # type: ignore[assignment]  # resolved below
     decode_policy: str = "grow"
     kv_memory: str | int | None = None
     kv_dtype: str | None = None
@@ -68,7 +69,7 @@ class CacheConfig:
             _check_choice("KV dtype", self.kv_dtype, KV_DTYPES)
         if self.schedule is not None:
             _check_choice("schedule", self.schedule, tuple(SCHEDULES))
-        if not _is_int(self.window) or self.window < 1:
+        if self.window is not None and (not _is_int(self.window) or self.window < 1):
             raise OptionError(f"the window must be a whole number of at least 1 token, not {self.window!r}")
         for name, tau in (("tau1", self.tau1), ("tau2", self.tau2)):
             if tau is not None and not (_is_number(tau) and tau > 0):
@@ -83,10 +84,13 @@ class CacheConfig:
             )
         given = parse_given(self.policy_options)
         object.__setattr__(self, "policy_options", tuple(f"{name}={value}" for name, value in given.items()))
+        own = DEFAULT_WINDOW
         if self.policy == "full":
             self._refuse_unused()
         else:
-            self._choose()
+            own = self._choose().window
+        if self.window is None:
+            object.__setattr__(self, "window", own)
         if self.kv_bits is not None:
             self._check_bits()
         budget = Budget.parse(self.budget)

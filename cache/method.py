@@ -100,7 +100,8 @@ class Method:
 
     where: `module:Class` below `cache`; the class takes the options as keywords. inputs: names in `INPUTS`.
     cost: beside attention itself, for a layer of n tokens. paper: the citation. heads: of an allocation, the rules over
-    heads that it goes with, the usual one first. late: of an allocation, that it compares all layers, so that no other
+    heads that it goes with, the usual one first. window: of an indicator, what its paper takes where that is not the
+    usual one, for the policy of its name. late: of an allocation, that it compares all layers, so that no other
     schedule than late goes with it.
     """
 
@@ -113,6 +114,7 @@ class Method:
     options: tuple[Option, ...] = ()
     heads: tuple[str, ...] = ("equal", "adaptive")
     late: bool = False
+    window: int | None = None
 
     def load(self) -> Any:
         """The class; imports its module."""

@@ -153,7 +153,11 @@ CACHE_FLAGS = {
         name="--policy-option",
         repeat=True,
     ),
-    "window": Flag("the last tokens of the prompt, always kept, whose queries vote", positive_count, "N"),
+    "window": Flag(
+        "the last tokens of the prompt, always kept, whose queries vote; default 32, or what the policy's paper takes",
+        positive_count,
+        "N",
+    ),
     "decode_policy": Flag(
         "new tokens: grow keeps them all in reserved room, hold overwrites the slots that are wanted least",
         choices=("grow", "hold"),

@@ -40,7 +40,7 @@ def load_quantised(
     device: torch.device | str = "cpu",
     on_progress: OnProgress | None = None,
 ) -> Decoder:
-    """A model of the folder with matrices in a format of QUANTS, embedding and head included; the rest as it is stored.
+    """A model of the folder with matrices as "int8" or "int4", embedding and head included; the rest as it is stored.
 
     The packed file is made on first use and mapped afterwards; to another device than a CPU it is copied.
     Where nothing can be written, the matrices are packed in memory, with a warning. Raises WeightsError as

@@ -12,7 +12,6 @@ from ..errors import OptionError
 _ROWS = 512  # rows worked at a time: bounds the fp32 copies, which stay in a core's cache
 LEVELS = 127  # int8 is symmetric: -127 .. 127, and zero is zero
 GROUP = 32  # columns of an int4 row that share a scale and a lowest value
-QUANTS = ("int8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ Matrix = Tensor | Int8Matrix | Int4Matrix
 
 
 def quantise(matrix: Tensor, quant: str) -> Int8Matrix | Int4Matrix:
-    """A matrix `[out, in]` in a format of QUANTS. Raises OptionError for an int4 row that has no whole groups."""
+    """A matrix `[out, in]` as "int8" or "int4". Raises OptionError for an int4 row that has no whole groups."""
     return _as_int8(matrix) if quant == "int8" else _as_int4(matrix)
 
 

@@ -44,7 +44,7 @@ HOLDS = {
             (),
             "one sum a slot",
             "H2O, Zhang et al., NeurIPS 2023, arXiv 2306.14048",
-            (EACH,),
+            (share("recent", 0.5, "of a row, for the last tokens"), EACH),
         ),
         Method(
             "cake",

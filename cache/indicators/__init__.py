@@ -64,6 +64,7 @@ PLAIN = (
         ("column_sums", "carried"),
         "one more Q K^T of the layer, in tiles",
         "H2O, Zhang et al., NeurIPS 2023, arXiv 2306.14048",
+        (share("recent", 0.5, "of the budget, for the last tokens"),),
     ),
     Method(
         "tova",
@@ -72,6 +73,7 @@ PLAIN = (
         WINDOW,
         "n products per query head",
         "TOVA, Oren et al., 2024, arXiv 2401.06104",
+        window=1,
     ),
     Method(
         "roco",
@@ -159,7 +161,11 @@ PLAIN = (
         ("window_queries", "values", "output_projection"),
         "w n products and n D^2 per query head",
         "ReST-KV, An et al., ICLR 2026",
-        (share("smoothing", 0.3, "weight of the newer row"), AVERAGE),
+        (
+            share("smoothing", 0.3, "weight of the newer row"),
+            AVERAGE,
+            Option("drift", 2000, "positions by which attention wanders for each step of the pooling", int, least=1),
+        ),
     ),
     Method(
         "sablock",

@@ -53,8 +53,10 @@ class CriticalIndicator:
         return scores
 
     def worth(self, view: LayerView, indicator: Tensor) -> Tensor:
-        """The base scores: places in an order say nothing between heads."""
-        return self._base(view)
+        """What the base is compared by, its scores as a rule: places in an order say nothing between heads."""
+        worth = getattr(self.base, "worth", None)
+        base = self._base(view)
+        return base if worth is None else worth(view, base)
 
     def carry(self, view: LayerView, indicator: Tensor) -> Tensor:
         """What the base indicator wants to remember."""

@@ -38,7 +38,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Named:
-    """A combination with a name of its own. options: where they differ from the parts' own defaults."""
+    """A combination with a name of its own. options: where they differ from the parts' own defaults. window: the
+    paper's, where it is not the usual one."""
 
     indicator: str
     allocation: str = "uniform"
@@ -46,6 +47,7 @@ class Named:
     merge: str = "none"
     options: Mapping[str, Value] = field(default_factory=dict)
     paper: str = ""
+    window: int | None = None
 
 
 NAMED = {
@@ -57,7 +59,7 @@ NAMED = {
         options={"norm": "l2"},
         paper="what lost least in our comparison (docs/methods.md): Layer-DefensiveKV, its values measured by length",
     ),
-    "pyramidkv": Named("snapkv", "pyramid", paper="PyramidKV, Cai et al., arXiv 2406.02069"),
+    "pyramidkv": Named("snapkv", "pyramid", paper="PyramidKV, Cai et al., arXiv 2406.02069", window=8),
     "ada-kv": Named("snapkv", "uniform", "adaptive", paper="Ada-KV, Feng et al., NeurIPS 2025, arXiv 2407.11550"),
     "vl-cache": Named("snapkv", "vl-cache", paper="VL-Cache, Tu et al., ICLR 2025, arXiv 2410.23317"),
     "xkv": Named("snapkv", "xkv", paper="in the spirit of XKV, Li et al., arXiv 2412.05896"),
@@ -75,6 +77,7 @@ NAMED = {
     ),
 }
 DOCUMENT_POLICY = "auto"  # for a document whose questions are not known: what loses least there (docs/methods.md)
+DEFAULT_WINDOW = 32
 KEEPS_SCORES = ("h2o", "g-kv")  # the hold rules that write to the slots' scores
 POLICIES = (*NAMED, *(name for name in INDICATORS if name not in NAMED), "full")
 
@@ -93,6 +96,7 @@ class Choice:
     hold: Method | None  # where decoding holds rows at their limit
     options: Mapping[str, Mapping[str, Value]]  # by part: these names
     late: bool = False  # nothing is evicted before all layers of a piece are read
+    window: int = DEFAULT_WINDOW  # the policy's own, unless another indicator or allocation takes its part
 
     @property
     def parts(self) -> dict[str, Method]:
@@ -146,6 +150,8 @@ def choose(
             f"the allocation {sharing.name} compares all layers, so nothing can be evicted before the last one is "
             "read: leave the schedule out"
         )
+    published = own_window(policy)
+    as_named = (parts["indicator"].name, sharing.name) == (named.indicator, named.allocation)
     own = {part: getattr(named, part) for part in parts}
     changed = [f"{part} {method.name}" for part, method in parts.items() if method.name != own[part]]
     wraps = parts["indicator"].option("base")
@@ -200,7 +206,14 @@ def choose(
         parts.get("hold"),
         found,
         late,
+        published if as_named else DEFAULT_WINDOW,
     )
+
+
+def own_window(policy: str) -> int:
+    """The window that a policy's paper takes."""
+    found = NAMED[policy].window if policy in NAMED else INDICATORS[policy].window
+    return DEFAULT_WINDOW if found is None else found
 
 
 def _find(what: str, name: str, methods: Mapping[str, Method]) -> Method:

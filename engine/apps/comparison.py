@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...cache.budget import Budget
 from ...cache.config import CacheConfig
+from ...cache.policies import DEFAULT_WINDOW
 from ...errors import OptionError
 from ..evaluation.combination import Combination, budgets, combinations
 from ..evaluation.ledger import KEY
@@ -26,7 +27,7 @@ __all__ = ["KEY", "Comparison"]
 
 DEFAULT_POLICIES = ("cake", "snapkv", "streaming-llm")
 DEFAULT_BUDGETS = ("3.2%", "6.25%", "12.5%")
-SHARED = ("window", "kv_dtype")  # what all policies of a comparison have in common
+SHARED = ("kv_dtype",)  # what all policies of a comparison have in common, beside the window
 
 
 def add_comparison_arguments(
@@ -62,12 +63,30 @@ def add_comparison_arguments(
         group.add_argument(
             "--baseline", metavar="SPEC", help="the policy that the others are compared with (default the first one)"
         )
+    add_window_argument(group)
+    group.add_argument(
+        "--own-windows",
+        action="store_true",
+        help="each policy with its paper's window, at equal budgets all the same",
+    )
     more = "; a rerun continues" if what == "FOLDER" else ""
     group.add_argument("--out", metavar=what, default=out, help=f"where results go{more} (default {out})")
     own = tuple(field.name for field in fields(CacheConfig) if field.name not in SHARED)
     # a comparison says itself which constants it compares
     add_model_arguments(parser, skip=(*own, "tuning"))
     parser.set_defaults(policy="full", tuning="off")
+
+
+def add_window_argument(group: argparse._ActionsContainer) -> None:
+    """One window for everything that is compared, where a run takes the policy's own."""
+    group.add_argument(
+        "--window",
+        metavar="N",
+        type=positive_count,
+        default=DEFAULT_WINDOW,
+        help="the last tokens of the prompt, always kept, whose queries vote, for all policies "
+        f"(default {DEFAULT_WINDOW})",
+    )
 
 
 def add_row_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,20 +121,24 @@ class Comparison:
     baseline: str
     model: str
     out: Path
+    window: int  # the widest: what the engine needs
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Comparison:
         """Raises OptionError or BudgetError."""
-        policies = combinations(args.policies, args.window)
+        window = None if args.own_windows else args.window
+        policies = combinations(args.policies, window)
+        widest = max(one.config.window for one in policies)
         names = [one.text for one in policies]
         given = getattr(args, "baseline", None)
-        baseline = names[0] if given is None else Combination.parse(given, args.window).text
+        baseline = names[0] if given is None else Combination.parse(given, window).text
         if baseline not in names:
             raise OptionError(f"the baseline {baseline} is not among the policies {', '.join(names)}")
         name = args.random_weights or args.model or DEFAULT_MODEL
         stored = args.quant or args.dtype or "as stored"
         kept = f", KV {args.kv_dtype}" if args.kv_dtype else ""
-        return cls(policies, budgets(args.budgets, args.window), baseline, f"{name} ({stored}{kept})", Path(args.out))
+        title = f"{name} ({stored}{kept})"
+        return cls(policies, budgets(args.budgets, widest), baseline, title, Path(args.out), widest)
 
     @property
     def names(self) -> list[str]:
@@ -128,6 +151,8 @@ def comparison_conflict(args: argparse.Namespace, given: set[str]) -> str | None
         for name in ("model", "revision"):
             if name in given:
                 return f"--{name} has no effect with --random-weights"
+    if args.own_windows and "window" in given:
+        return "--window and --own-windows both set the windows: give one"
     Comparison.of(args)
     return None
 
@@ -138,7 +163,7 @@ def base_key(what: str, args: argparse.Namespace, comparison: Comparison) -> dic
         "what": what,
         "model": comparison.model,
         "question": args.question,
-        "window": args.window,
+        "window": "own" if args.own_windows else args.window,
         "new_tokens": 0,
         "answer_limit": 0,
     }

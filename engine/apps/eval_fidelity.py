@@ -7,26 +7,17 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ..evaluation.ledger import Ledger
 from ..evaluation.rows import Row, read_rows
 from ..evaluation.summary import Measure, rows, summarise
 from ..evaluation.table import show
 from ..options import positive_count
-from .comparison import (
-    KEY,
-    Comparison,
-    add_comparison_arguments,
-    add_row_arguments,
-    base_key,
-    comparison_conflict,
-    console_progress,
-    encode_rows,
-)
+from .comparison import Comparison, add_comparison_arguments, add_row_arguments, comparison_conflict
+from .comparison_run import Records, Setting, compare
 from .console import Console
-from .loading import Load, add_output_arguments, open_engine
+from .loading import Load, add_output_arguments
 
 if TYPE_CHECKING:
-    from ..engine import Engine
+    from ..evaluation.campaign import Item
     from ..evaluation.study import Cell
     from ..prefill import OnChunk
 
@@ -64,47 +55,27 @@ def conflict(args: argparse.Namespace, given: set[str]) -> str | None:
 
 def run(args: argparse.Namespace, load: Load | None = None) -> int:
     """Measure what is missing in the results, then print and write the report."""
-    comparison = Comparison.of(args)
     found = read_rows(args.rows, args.limit)
-    with Console(quiet=args.quiet, verbose=args.verbose) as console:
-        ledger = Ledger(comparison.out / "fidelity.jsonl", KEY)
-        with open_engine(args, console, load) as engine:
-            records = measure(engine, args, comparison, found, ledger, console)
-        report(records, args, comparison, console)
-    return 0
+    return compare("fidelity", args, load, lambda setting: measure(setting, found), report)
 
 
-def measure(
-    engine: Engine,
-    args: argparse.Namespace,
-    comparison: Comparison,
-    found: Sequence[Row],
-    ledger: Ledger,
-    console: Console,
-) -> list[dict[str, Any]]:
+def measure(setting: Setting, found: Sequence[Row]) -> Records:
     """The records of this run, old ones and new ones."""
     from ..evaluation import fidelity
-    from ..evaluation.campaign import Campaign, Item
 
-    after = max(args.tokens, args.answer_tokens)
-    items = [
-        Item(row.name, encoded, {"task": row.task})
-        for row, encoded in encode_rows(engine, args, found, after, args.answer_tokens, console)
-    ]
+    engine, tokens, answer_tokens = setting.engine, setting.args.tokens, setting.args.answer_tokens
+    after = max(tokens, answer_tokens)
 
-    def compute(item: Item, cells: list[Cell], on_chunk: OnChunk) -> list[dict[str, Any]]:
+    def compute(item: Item, cells: list[Cell], on_chunk: OnChunk) -> Records:
         one = item.encoded
         example = fidelity.Example(one.prefix, one.suffix, one.answer)
         results = fidelity.fidelity(
-            engine.runner, example, cells, tokens=args.tokens, stop_ids=engine.stop_ids, on_chunk=on_chunk
+            engine.runner, example, cells, tokens=tokens, stop_ids=engine.stop_ids, on_chunk=on_chunk
         )
         return [asdict(result) for result in results]
 
-    base = base_key("fidelity", args, comparison) | {"new_tokens": args.tokens, "answer_limit": args.answer_tokens}
-    campaign = Campaign(
-        engine, ledger, comparison.policies, comparison.budgets, base, console.notice, console_progress(console)
-    )
-    return campaign.run(items, compute, after=2 * after)
+    items = setting.items(found, after=after, answer_tokens=answer_tokens)
+    return setting.fill(items, compute, after=2 * after, new_tokens=tokens, answer_limit=answer_tokens)
 
 
 def report(

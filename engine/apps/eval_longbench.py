@@ -6,27 +6,17 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..evaluation.ledger import Ledger
 from ..evaluation.longbench import NEW_TOKENS
 from ..evaluation.rows import Row, read_rows
 from ..evaluation.summary import Measure, rows, summarise
 from ..evaluation.table import show
 from ..options import positive_count
-from .comparison import (
-    KEY,
-    Comparison,
-    add_comparison_arguments,
-    add_row_arguments,
-    base_key,
-    comparison_conflict,
-    console_progress,
-    encode_rows,
-)
+from .comparison import Comparison, add_comparison_arguments, add_row_arguments, comparison_conflict
+from .comparison_run import Records, Setting, compare
 from .console import Console
-from .loading import Load, add_output_arguments, open_engine
+from .loading import Load, add_output_arguments
 
 if TYPE_CHECKING:
-    from ..engine import Engine
     from ..evaluation.campaign import Item
     from ..evaluation.study import Cell
     from ..prefill import OnChunk
@@ -54,42 +44,25 @@ def run(args: argparse.Namespace, load: Load | None = None) -> int:
     """Write the replies that are missing in the results, score them, then print and write the report."""
     from ..evaluation.metrics import check_libraries
 
-    comparison = Comparison.of(args)
     found = read_rows(args.rows, args.limit)
     check_libraries(sorted({row.task for row in found}))
-    with Console(quiet=args.quiet, verbose=args.verbose) as console:
-        ledger = Ledger(comparison.out / "longbench.jsonl", KEY)
-        with open_engine(args, console, load) as engine:
-            records = measure(engine, args, comparison, found, ledger, console)
-        report(records, args, comparison, console)
-    return 0
+    return compare("longbench", args, load, lambda setting: measure(setting, found), report)
 
 
-def measure(
-    engine: Engine,
-    args: argparse.Namespace,
-    comparison: Comparison,
-    found: Sequence[Row],
-    ledger: Ledger,
-    console: Console,
-) -> list[dict[str, Any]]:
+def measure(setting: Setting, found: Sequence[Row]) -> Records:
     """The records of this run, old ones and new ones."""
-    from ..evaluation.campaign import Campaign, Item
     from ..evaluation.metrics import score
     from ..evaluation.replies import greedy_replies
     from ..evaluation.study import read
 
+    engine, args = setting.engine, setting.args
     tokenizer = engine.text_tokenizer()
     longest = {row.task: args.tokens or NEW_TOKENS[row.task] for row in found}
     newline = tokenizer.encode("\n", add_bos=False)[-1]
     by_name = {row.name: row for row in found}
     after = max(longest.values())
-    items = [
-        Item(row.name, encoded, {"task": row.task})
-        for row, encoded in encode_rows(engine, args, found, after, 64, console)
-    ]
 
-    def compute(item: Item, cells: list[Cell], on_chunk: OnChunk) -> list[dict[str, Any]]:
+    def compute(item: Item, cells: list[Cell], on_chunk: OnChunk) -> Records:
         row, suffix = by_name[item.name], list(item.encoded.suffix)
         tokens = longest[row.task]
         reading = read(
@@ -115,11 +88,8 @@ def measure(
         replies = [tokenizer.decode(ids) for ids in said]
         return [{"reply": reply, "score": score(row.task, reply, row.answers, row.classes)} for reply in replies]
 
-    base = base_key("longbench", args, comparison) | {"new_tokens": args.tokens or 0}
-    campaign = Campaign(
-        engine, ledger, comparison.policies, comparison.budgets, base, console.notice, console_progress(console)
-    )
-    return campaign.run(items, compute, after=after)
+    items = setting.items(found, after=after, answer_tokens=64)
+    return setting.fill(items, compute, after=after, new_tokens=args.tokens or 0)
 
 
 def report(

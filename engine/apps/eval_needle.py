@@ -8,24 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import OptionError
 from ..evaluation.haystack import Hunt, Needle, haystack, hide, magic_numbers, sentences
-from ..evaluation.ledger import Ledger
 from ..evaluation.rows import Row
 from ..evaluation.summary import Measure, rows, summarise
 from ..evaluation.table import show
 from ..options import not_empty, positive_count
-from .comparison import (
-    KEY,
-    Comparison,
-    add_comparison_arguments,
-    base_key,
-    comparison_conflict,
-    console_progress,
-)
+from .comparison import Comparison, add_comparison_arguments, comparison_conflict
+from .comparison_run import Records, Setting, compare
 from .console import Console
-from .loading import Load, add_output_arguments, open_engine
+from .loading import Load, add_output_arguments
 
 if TYPE_CHECKING:
-    from ..engine import Engine
     from ..evaluation.campaign import Item
     from ..evaluation.study import Cell
     from ..prefill import OnChunk
@@ -106,14 +98,8 @@ def run(args: argparse.Namespace, load: Load | None = None) -> int:
     """Hunt for what is missing in the results, then print and write the report."""
     from .prompt import read_document
 
-    comparison = Comparison.of(args)
     hay = [one for file in args.text for one in sentences(read_document(file))] if args.text else None
-    with Console(quiet=args.quiet, verbose=args.verbose) as console:
-        ledger = Ledger(comparison.out / "needle.jsonl", KEY)
-        with open_engine(args, console, load) as engine:
-            records = measure(engine, args, comparison, hay, ledger, console)
-        report(records, args, comparison, console)
-    return 0
+    return compare("needle", args, load, lambda setting: measure(setting, hay), report)
 
 
 def hunt_of(args: argparse.Namespace, seed: int) -> Hunt:
@@ -123,20 +109,14 @@ def hunt_of(args: argparse.Namespace, seed: int) -> Hunt:
     return Hunt((Needle(args.needle, args.needle_answer),), args.needle_question)
 
 
-def measure(
-    engine: Engine,
-    args: argparse.Namespace,
-    comparison: Comparison,
-    hay: Sequence[str] | None,
-    ledger: Ledger,
-    console: Console,
-) -> list[dict[str, Any]]:
+def measure(setting: Setting, hay: Sequence[str] | None) -> Records:
     """The records of this run, old ones and new ones."""
-    from ..evaluation.campaign import Campaign, Item
+    from ..evaluation.campaign import Item
     from ..evaluation.encoding import encode_row
     from ..evaluation.replies import greedy_replies
     from ..evaluation.study import read
 
+    engine, args = setting.engine, setting.args
     tokenizer = engine.text_tokenizer()
     room = engine.context - args.tokens
     hunts: dict[str, Hunt] = {}
@@ -158,7 +138,7 @@ def measure(
                 hunts[name] = hunt
                 items.append(Item(name, encoded, {"length": length, "depth": at, "needles": len(hunt.needles)}))
 
-    def compute(item: Item, cells: list[Cell], on_chunk: OnChunk) -> list[dict[str, Any]]:
+    def compute(item: Item, cells: list[Cell], on_chunk: OnChunk) -> Records:
         suffix = list(item.encoded.suffix)
         reading = read(
             engine.runner, list(item.encoded.prefix), cells, new_tokens=len(suffix) + args.tokens, on_chunk=on_chunk
@@ -167,11 +147,7 @@ def measure(
         replies = [tokenizer.decode(ids) for ids in said]
         return [{"reply": reply, "score": hunts[item.name].score(reply)} for reply in replies]
 
-    base = base_key("needle", args, comparison) | {"new_tokens": args.tokens}
-    campaign = Campaign(
-        engine, ledger, comparison.policies, comparison.budgets, base, console.notice, console_progress(console)
-    )
-    return campaign.run(items, compute, after=args.tokens)
+    return setting.fill(items, compute, after=args.tokens, new_tokens=args.tokens)
 
 
 def report(

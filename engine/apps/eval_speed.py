@@ -71,7 +71,7 @@ def measure(args: argparse.Namespace, comparison: Comparison, ledger: Ledger, co
             "prompt": f"{length} random tokens, run {repeat}",
             "policy": policy.text,
             "budget": str(budget),
-            "window": args.window,
+            "window": "own" if args.own_windows else args.window,
             "new_tokens": args.tokens,
             "answer_limit": 0,
         }
@@ -110,7 +110,7 @@ def command_line(args: argparse.Namespace, policy: Combination, budget: str, len
     config = policy.config
     words += ["--policy", config.policy]
     if config.policy != "full":
-        words += ["--budget", budget, "--window", str(args.window)]
+        words += ["--budget", budget, "--window", str(config.window)]
         for part in PARTS:
             if (value := getattr(config, part)) is not None:
                 words += [f"--{part}", value]

@@ -47,6 +47,7 @@ def run(args: argparse.Namespace, load: Load | None = None) -> int:
     """Read the prompt once and write the page."""
     args.prompt_tokens = None
     comparison = Comparison.of(args)
+    args.window = comparison.window
     with Console(quiet=args.quiet, verbose=args.verbose) as console:
         prompt = read_prompt(args, console) or Prompt()
         with open_engine(args, console, load) as engine:
@@ -77,7 +78,7 @@ def render(engine: Engine, ids: list[int], comparison: Comparison, console: Cons
     def on_chunk(layer: int, done: int, total: int) -> None:
         console.progress.update("prefill", layer * total + done, layers * total, f"layer {layer + 1}/{layers}")
 
-    reading = read(engine.runner, ids, cells, new_tokens=1, on_chunk=on_chunk)
+    reading = read(engine.runner, ids, cells, new_tokens=1, on_chunk=on_chunk, rows=False)
     texts, control = token_texts(engine.text_tokenizer(), ids)
     data = {
         "tokens": texts,

@@ -15,7 +15,7 @@ from ..evaluation.bootstrap import Interval, bootstrap, paired
 from ..evaluation.combination import budgets
 from ..evaluation.table import show
 from ..options import number, positive_count
-from .comparison import SHARED
+from .comparison import SHARED, add_window_argument
 from .console import Console
 from .loading import Load, add_model_arguments, add_output_arguments, open_engine
 from .prompt import read_document
@@ -70,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=number,
         help="values of gamma to try; without, gamma stays what it is",
     )
+    add_window_argument(group)
     own = tuple(field.name for field in fields(CacheConfig) if field.name not in SHARED)
     add_model_arguments(parser, skip=(*own, "tuning"))
     parser.set_defaults(policy="full", tuning="off")

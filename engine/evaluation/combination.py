@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,8 +26,8 @@ class Combination:
     config: CacheConfig
 
     @classmethod
-    def parse(cls, text: str, window: int) -> Combination:
-        """Raises OptionError for an unknown name, part or option, and for a policy that merges."""
+    def parse(cls, text: str, window: int | None) -> Combination:
+        """Raises OptionError for an unknown name, part or option. window: None for the policy's own."""
         name, *changes = (part.strip() for part in text.split(","))
         parts: dict[str, str] = {}
         options: dict[str, object] = {}
@@ -42,20 +43,15 @@ class Combination:
             raise OptionError(f"the policy {text!r} has no known kv_bits: {', '.join(map(str, KV_BITS))} are")
         config = CacheConfig(
             policy=name,
-            window=window,
+            window=window,  # type: ignore[arg-type]
             policy_options=options,
             kv_bits=None if bits is None else int(str(bits)),
             **parts,  # type: ignore[arg-type]
         )
-        if config.choice is not None and config.choice.merge.name != "none":
-            raise OptionError(
-                f"the policy {text!r} folds evicted values into kept ones, and no other prefill can stand for its own: "
-                "compare it with merge=none"
-            )
         return cls(",".join([name, *(change.replace(" ", "") for change in changes)]), config)
 
 
-def combinations(texts: list[str], window: int) -> list[Combination]:
+def combinations(texts: list[str], window: int | None) -> list[Combination]:
     """Several, each once."""
     found = [Combination.parse(text, window) for text in texts]
     names = [one.text for one in found]
@@ -63,6 +59,11 @@ def combinations(texts: list[str], window: int) -> list[Combination]:
         if names.count(name) > 1:
             raise OptionError(f"the policy {name!r} is given twice")
     return found
+
+
+def merging(policies: Sequence[Combination]) -> list[Combination]:
+    """Those that fold evicted values into kept ones: no other prefill can stand for their own."""
+    return [one for one in policies if one.config.choice is not None and one.config.choice.merge.name != "none"]
 
 
 def budgets(texts: list[str], window: int) -> list[Budget]:
@@ -81,4 +82,5 @@ def make_cell(runner: Runner, combination: Combination, budget: Budget, prompt_t
     from .study import Cell
 
     tokens = budget.tokens(prompt_tokens, runner.cache.window)
-    return Cell(make_policy(combination.config, runner.model, tokens), tokens, combination.config.kv_bits)
+    config = combination.config
+    return Cell(make_policy(config, runner.model, tokens), tokens, bits=config.kv_bits, window=config.window)

@@ -10,18 +10,28 @@ from ...cache.budget import size_text
 from ...cache.config import CacheConfig
 from ..available import available_memory
 from ..memory import check_memory, plan_run, weights_of
+from .own_prefill import bytes_of_own
 from .replay import ROWS_AT_ONCE
 
 if TYPE_CHECKING:
     from ..engine import Engine
+    from .study import Cell
 
 FP32, INT64 = 4, 8
 
 
-def check_study(engine: Engine, tokens: int, after: int, policies: Sequence[CacheConfig], budgets: int) -> str:
+def check_study(
+    engine: Engine,
+    tokens: int,
+    after: int,
+    policies: Sequence[CacheConfig],
+    budgets: int,
+    merging: Sequence[Cell] = (),
+) -> str:
     """A line that says what the longest prompt needs: `tokens` read, `after` fed on top of them.
 
-    Raises MemoryLimit if it does not fit.
+    merging: the cells of policies that merge, which are read on their own, and whose rows are held. Raises MemoryLimit
+    if it does not fit.
     """
     config, chunk = engine.config, engine.chunk
     weights, stored = weights_of(
@@ -45,6 +55,9 @@ def check_study(engine: Engine, tokens: int, after: int, policies: Sequence[Cach
     fed = max(ROWS_AT_ONCE, 2 * after) * wide * FP32
     logits = 4 * 2 * after * config.vocab_size * FP32
     own = scores + orders + queries + fed + logits
+    if merging:
+        pairs = [(cell.policy, cell.budget) for cell in merging if cell.budget is not None and cell.budget < tokens]
+        own += bytes_of_own(engine.runner, pairs, tokens)
     # the weights are there already; the rest has to find room
     check_memory(replace(plan, weights=0, chunk=plan.chunk + own), available_memory(str(engine.device)))
     return (

@@ -135,13 +135,16 @@ def _attend(
 ) -> Tensor:
     """Attention `[heads, n, head_dim]` of the branches' queries over kept rows of a layer and over each other."""
     kv_heads, tokens, head_dim = keys.shape
-    if kept is not None and (kept.bits is not None or not kept.agrees(layer)):
+    if kept is not None and (kept.bits is not None or kept.rows is not None or not kept.agrees(layer)):
         group = queries.shape[0] // kv_heads
         parts = []
         for head in range(kv_heads):
-            columns = kept.columns(layer, head)
             one = slice(head, head + 1)
+            columns = kept.columns(layer, head)
             past = [table[None] for table in kept.numbers(layer, head, keys[head], values[head])]
+            if kept.rows is not None:
+                own = kept.own_row(layer, head)
+                past, columns = [own[0][None], own[1][None]], own[2].long()
             span = queries[head * group : (head + 1) * group]
             mask = sight.mask(columns)
             parts.append(_grouped(span, past, own_keys[one], own_values[one], mask, scale))

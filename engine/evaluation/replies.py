@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -37,8 +37,8 @@ def greedy_replies(
     """For each of `kept` the likeliest reply of at most `tokens`, a stop token left out; `ended` may end it earlier.
 
     No reply begins with an id of `not_first`. The suffix is read as a piece on top of the kept rows, which are copied
-    out of the full cache: that one stays as it is. As many are decoded together as hold no more slots than the full
-    cache does; the full cache speaks once.
+    out of the full cache, or a policy's own prefill: both stay as they are. As many are decoded together as hold no
+    more slots than the full cache does; the full cache speaks once.
     """
     found: dict[int, list[int]] = {}
     for group in _groups(kept, reading.tokens * runner.layout.num_layers * runner.layout.num_kv_heads):
@@ -145,7 +145,9 @@ def _begin(
 
 
 def kept_rows(runner: Runner, reading: Reading, kept: Kept | None) -> SavedRows:
-    """A packed copy of the rows that a policy keeps, out of the full cache in the runner's arena."""
+    """A packed copy of the rows that a policy keeps, out of the full cache in the runner's arena or its own prefill."""
+    if kept is not None and kept.rows is not None:
+        return replace(kept.rows)
     arena, layout = runner.tenancy.arena, runner.layout
     everything = torch.arange(reading.tokens, device=runner.decoder.device)
     keys: list[Tensor] = []

@@ -19,6 +19,7 @@ from ...cache.cascade import Cascade
 from ...cache.policies.base import Indicator, LayerScore, Policy
 from ...cache.policies.composed import ComposedPolicy
 from ...cache.quantise import pack_keys, pack_values, whole_groups, widen_keys, widen_values
+from ...cache.saved_rows import SavedRows
 from ...cache.view import LayerView
 from .. import prefill
 from ..keeping import Chosen, chosen_from, deal
@@ -26,6 +27,7 @@ from ..prefill import OnChunk
 from ..runner import Runner
 from ..sequence import QueryRing
 from ..sequence import Sequence as TextSequence
+from .own_prefill import read_on_its_own
 
 
 class Kept:
@@ -33,11 +35,13 @@ class Kept:
 
     orders: per layer int64 `[kv_heads, >= length]`, the columns most worth keeping first; columns of a prompt read in
     one piece are positions. lengths: per layer and KV head. bits: in how many what lies outside of the `window` is
-    packed, None for as it is.
+    packed, None for as it is. rows: of a policy that changes what it keeps, its own prefill's rows; None where they are
+    those of the full cache.
     """
 
     def __init__(self, bits: int | None = None, window: int = 0) -> None:
         self.bits, self.window = bits, window
+        self.rows: SavedRows | None = None
         self.orders: list[Tensor] = []
         self.lengths: list[list[int]] = []
         self.preferences: list[float | tuple[float, ...]] = []
@@ -78,6 +82,15 @@ class Kept:
         """int64 `[length]`: the kept columns of one row, the most worth keeping first."""
         return self.orders[layer][head, : self.lengths[layer][head]]
 
+    def own_row(self, layer: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values `[length, head_dim]` and positions `[length]` out of `rows`."""
+        assert self.rows is not None, "its rows are those of the full cache"
+        lengths = self.rows.length.reshape(-1)
+        number = layer * self.rows.length.shape[1] + head
+        start = int(lengths[:number].sum())
+        span = slice(start, start + int(lengths[number]))
+        return self.rows.keys[span], self.rows.values[span], self.rows.position[span]
+
     def agrees(self, layer: int) -> bool:
         """Whether the heads of a layer keep equally many."""
         return len(set(self.lengths[layer])) == 1
@@ -89,11 +102,15 @@ class Kept:
 
 @dataclass(frozen=True)
 class Cell:
-    """One policy with one budget in tokens per layer and KV head; None keeps everything. bits: as in `Kept`."""
+    """One policy with one budget in tokens per layer and KV head; None keeps everything.
+
+    bits: as in `Kept`. window: the policy's own, at most the runner's; None for the runner's.
+    """
 
     policy: Policy
     budget: int | None
     bits: int | None = None
+    window: int | None = None
 
 
 @dataclass
@@ -133,8 +150,10 @@ class Study:
             if not evicting or cell.budget is None:
                 self.kept.append(None if cell.bits is None else Kept.everything(*shape, cell.bits, window, device))
                 continue
-            cascade = cell.policy.cascade(num_layers, kv_heads, cell.budget, window)
-            active = _Active(cell.policy, cascade, Kept(cell.bits, window))
+            own = window if cell.window is None else cell.window
+            assert own <= window, "the queries of a wider window are not kept"
+            cascade = cell.policy.cascade(num_layers, kv_heads, cell.budget, own)
+            active = _Active(cell.policy, cascade, own, Kept(cell.bits, own))
             self._active.append(active)
             self.kept.append(active.kept)
 
@@ -145,10 +164,11 @@ class Study:
 
     def layer(self, staged: Staged, view: LayerView) -> None:
         """Take a layer that has been read."""
-        found = _LayerScores(staged, view)
+        by_window = {own: with_window(view, own) for own in {active.window for active in self._active}}
+        found = {own: _LayerScores(staged, narrower) for own, narrower in by_window.items()}
         for active in self._active:
-            scored, chosen = found.of(active.policy)
-            lengths = deal(staged, view, scored, active.cascade, chosen)
+            scored, chosen = found[active.window].of(active.policy)
+            lengths = deal(staged, by_window[active.window], scored, active.cascade, chosen)
             active.kept.add(chosen.order(lengths[-1]), lengths)
             active.kept.preferences.append(scored.preference)
 
@@ -159,7 +179,22 @@ class _Active:
 
     policy: Policy
     cascade: Cascade
+    window: int
     kept: Kept
+
+
+def with_window(view: LayerView, window: int) -> LayerView:
+    """The view that a prefill with a narrower window has."""
+    if window == view.window:
+        return view
+    rows = slice(-window, None)
+    return replace(
+        view,
+        window=window,
+        queries=view.queries[:, rows],
+        query_positions=view.query_positions[rows],
+        memo={},
+    )
 
 
 class _LayerScores:
@@ -228,11 +263,19 @@ def _key(part: object) -> Hashable:
 
 @torch.inference_mode()
 def read(
-    runner: Runner, ids: list[int], cells: Sequence[Cell], *, new_tokens: int, on_chunk: OnChunk | None = None
+    runner: Runner,
+    ids: list[int],
+    cells: Sequence[Cell],
+    *,
+    new_tokens: int,
+    on_chunk: OnChunk | None = None,
+    rows: bool = True,
 ) -> Reading:
-    """Read a prompt once for all cells. The runner's own policy must be the full cache.
+    """Read a prompt once for all cells, and once more for each whose policy merges.
 
-    Raises PromptError if the prompt and `new_tokens` do not fit the context, before anything is read.
+    The runner's own policy must be the full cache. rows: without them merging policies are asked for the tokens that
+    they keep alone, which are those without a merge. Raises PromptError if the prompt and `new_tokens` do not fit the
+    context, before anything is read.
     """
     sequence, config, window = TextSequence(), runner.decoder.config, runner.cache.window
     room = runner.prepare(sequence, len(ids), new_tokens)
@@ -254,7 +297,31 @@ def read(
         runner.decoder.device,
     )
     runner.all_threads()
+    merging = [
+        (cell, kept)
+        for cell, kept in zip(cells, study.kept, strict=True)
+        if rows and kept is not None and cell.policy.merger is not None
+    ]
+    told = [_part(on_chunk, number, len(merging) + 1, config.num_layers) for number in range(len(merging) + 1)]
+    for (cell, kept), tell in zip(merging, told, strict=False):
+        assert cell.budget is not None
+        own = window if cell.window is None else cell.window
+        kept.rows = read_on_its_own(runner, ids, cell.policy, cell.budget, window=own, new_tokens=room, on_chunk=tell)
     steps = runner.reading(runner.tenancy.arena, sequence, ids, room, observer=study)
-    logits = prefill.read_through(steps, on_chunk)
+    logits = prefill.read_through(steps, told[-1])
     sequence.ring = None  # nobody votes on the full cache again
     return Reading(sequence, len(ids), logits, study.kept, room)
+
+
+def _part(on_chunk: OnChunk | None, number: int, parts: int, layers: int) -> OnChunk | None:
+    """Of several prefills what tells `on_chunk` how far all of them are, as if they were one."""
+    if on_chunk is None or parts == 1:
+        return on_chunk
+
+    def tell(layer: int, done: int, total: int) -> None:
+        assert on_chunk is not None
+        far = (number * layers * total + layer * total + done) // parts
+        at = min(far // total, layers - 1)
+        on_chunk(at, far - at * total, total)
+
+    return tell

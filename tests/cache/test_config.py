@@ -189,3 +189,31 @@ def test_a_late_schedule_is_told_where_it_is_not_the_allocations_own() -> None:
     assert titles == {"own": "cake", "cascade": "cake", "late": "snapkv, schedule late", "squeeze": "squeeze"}
     assert [CacheConfig(schedule=one).late for one in (None, "cascade", "late")] == [False, False, True]
     assert CacheConfig(policy="squeeze").late
+
+
+def test_a_policy_takes_the_window_of_its_paper_unless_another_one_is_given_or_a_part_is_not_its_own() -> None:
+    windows = {
+        "pyramidkv": CacheConfig(policy="pyramidkv").window,
+        "tova": CacheConfig(policy="tova").window,
+        "cake": CacheConfig().window,
+        "snapkv": CacheConfig(policy="snapkv").window,
+        "full": CacheConfig(policy="full").window,
+        "given": CacheConfig(policy="tova", window=16).window,
+        "another allocation": CacheConfig(policy="tova", allocation="cake").window,
+        "another indicator": CacheConfig(policy="pyramidkv", indicator="cake").window,
+        "the same parts by name": CacheConfig(policy="pyramidkv", allocation="pyramid", heads="adaptive").window,
+    }
+    assert windows == {
+        "pyramidkv": 8,
+        "tova": 1,
+        "cake": 32,
+        "snapkv": 32,
+        "full": 32,
+        "given": 16,
+        "another allocation": 32,
+        "another indicator": 32,
+        "the same parts by name": 8,
+    }
+    assert CacheConfig(policy="tova", budget=2).budget == 2
+    with pytest.raises(BudgetError, match="below the window of 8"):
+        CacheConfig(policy="pyramidkv", budget=7)

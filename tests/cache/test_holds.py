@@ -65,7 +65,9 @@ def test_one_by_one_rules_give_up_the_least_of_what_they_measure(seed: int) -> N
         "tova": lambda row: [everybody[at] for at in row.positions.tolist()],
         "cake": pooled,
         "streaming-llm": lambda row: [at if at >= 4 else 1000 for at in row.positions.tolist()],
-        "h2o": lambda row: old[id(row)] + mean[id(row)],
+        "h2o": lambda row: np.where(
+            row.positions.numpy() > POSITION - len(row.positions) // 2, np.inf, old[id(row)] + mean[id(row)]
+        ),
     }
     chosen = {}
     for name, measure in measures.items():

@@ -145,6 +145,37 @@ def test_rest_kv_is_the_change_of_the_output_without_the_token(scene: Scene) -> 
     scene.compare(score(scene, "rest-kv"), expected)
 
 
+@pytest.mark.parametrize(("drift", "budget"), [(3, 40), (1, 12), (7, 200)])
+def test_rest_kv_pools_wider_and_further_on_the_way_that_attention_wanders(
+    scene: Scene, drift: int, budget: int
+) -> None:
+    expected, steps = [], set()
+    for kv, at in enumerate(scene.columns):
+        before, pooled = scene.before(kv), np.zeros(len(at))
+        for head in group(kv):
+            attention = scene.attention(head, scene.window_rows)
+            half = len(attention) // 2
+            ranks = min(before.sum(), budget - WINDOW)
+            means = []
+            for rows in (attention[:half], attention[half:]):
+                votes = np.where(before, rows.mean(0) if len(rows) else 0.0, -1.0)
+                means.append(at[np.argsort(-votes, kind="stable")[:ranks]].mean() if ranks and half else 0.0)
+            step = int((means[1] - means[0]) / drift)
+            steps.add(step)
+            smooth = attention[0]
+            for row in attention[1:]:
+                smooth = 0.7 * smooth + 0.3 * row
+            values, block = scene.values[kv, at], scene.output[:, head * HEAD_DIM : (head + 1) * HEAD_DIM]
+            away = (smooth @ values - values) @ block.T
+            moved = smooth / (1 - smooth) * np.sqrt((away**2).sum(1)) * before
+            width = max(5, 2 * abs(step) + 1)
+            around = np.abs(at[:, None] - step - at[None]) <= width // 2
+            pooled += around @ moved / width / GROUP
+        expected.append(pooled)
+    scene.compare(score(scene, "rest-kv", budget, drift=drift), expected)
+    assert steps != {0} or drift == 7 or scene.total < 30, "attention stays: nothing was tested"
+
+
 @pytest.mark.parametrize("power", [1, 2])
 def test_defensivekv_is_the_worst_case_over_rows_and_heads(scene: Scene, power: int) -> None:
     budget, room = 20, 20 - WINDOW
@@ -181,9 +212,15 @@ def test_h2o_adds_up_the_attention_of_every_query_and_goes_on_from_earlier_turns
     for kv in range(KV_HEADS):
         sums = [scene.attention(head, scene.new_rows).sum(0) for head in group(kv)]
         expected.append(np.mean(sums, axis=0) + scene.carried[kv])
-    scored = made("h2o").score(scene.view)
-    scene.compare(scored.indicator, expected)
-    assert scored.carried is None, "what a row carries on is the sum itself"
+    for budget, recent in ((40, 0.5), (40, 0.0), (61, 0.3)):
+        scored = made("h2o", budget, recent=recent).score(scene.view)
+        latest = [at >= scene.total - int(recent * budget) for at in scene.columns]
+        parts = zip(latest, scene.columns, expected, strict=True)
+        scene.compare(scored.indicator, [np.where(one, scene.total + at, sums) for one, at, sums in parts])
+        assert all((sums[scene.before(kv)] < scene.total).all() for kv, sums in enumerate(expected))
+        for plain in (scored.carried, scored.worth):  # what a row carries on, and heads share by, is the sum itself
+            assert plain is not None
+            scene.compare(plain, expected)
 
 
 def test_roco_spares_what_varies_and_goes_by_the_mean_of_those_that_see_it(scene: Scene) -> None:
@@ -280,7 +317,7 @@ def test_criticalkv_keeps_for_any_number_a_part_by_the_base_and_the_rest_by_proj
 
 def test_criticalkv_shares_over_heads_by_the_base_scores_and_remembers_them(scene: Scene) -> None:
     scored = made("criticalkv", base="h2o").score(scene.view)
-    inner = score(scene, "h2o")
+    inner = score(scene, "h2o", recent=0.0)
     for kept in (scored.worth, scored.carried):
         assert kept is not None
         scene.compare(kept, [inner[kv, : len(at)].double().numpy() for kv, at in enumerate(scene.columns)], 1e-6)

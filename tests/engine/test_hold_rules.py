@@ -42,10 +42,11 @@ class Lists:
             if len(held) < self.limits[row] + self.interval:
                 assert sorted(held) == sorted(stored[row])
                 continue
+            recent = range(position - len(held) // 2 + 1, position + 1)
             value = {
                 "attention": lambda at, mean=mean: mean[at],
                 "tova": lambda at, row=row: shared[row[0], at],
-                "h2o": lambda at, sums=sums: sums[at],
+                "h2o": lambda at, sums=sums, recent=recent: float("inf") if at in recent else sums[at],
                 "cake": lambda at, mean=mean: sum(mean.get(at + i, 0.0) for i in range(-2, 3)),
                 "streaming-llm": lambda at: at if at >= 4 else 10_000,
             }[self.name]
@@ -53,6 +54,7 @@ class Lists:
             losers = sorted(set(held) - set(stored[row]))
             least = sorted(able, key=lambda at: (value(at), at))[: self.interval]
             worst = value(least[-1])
+            assert worst < float("inf")
             assert len(losers) == self.interval
             assert losers == sorted(least) or max(map(value, losers)) - worst <= 1e-6 * abs(worst), (row, losers, least)
             assert set(losers) <= set(able)

@@ -260,7 +260,6 @@ FLAGS: dict[str, tuple[list[str], set[str]]] = {
     "--chat": (["--chat"], {"prompt_tokens", "undo"}),
     "--batch": (["--batch", "3"], {"batch", "arena", "kept", "chunk", "transient", "total"}),
     "--kv-bits": (["--kv-bits", "4"], {"arena", "kept", "total"}),
-    "--schedule": (["--schedule", "late"], {"arena", "kept", "total"}),
     "--kv-dtype": (["--kv-dtype", "float32"], {"arena", "kept", "total"}),
 }
 EVERYTHING_ELSE = {"--model", "--revision", "--random-weights", "--device", "--json", "--heads", "--policy-option"}

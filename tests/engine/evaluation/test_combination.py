@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from cake_infer.cache.budget import Budget
-from cake_infer.engine.evaluation.combination import Combination, budgets, combinations
+from cake_infer.engine.evaluation.combination import Combination, budgets, combinations, merging
 from cake_infer.errors import BudgetError, OptionError
 
 
@@ -25,13 +25,17 @@ def test_a_name_with_parts_and_options():
         ("cake,heads=wide", "unknown rule over heads 'wide'"),
         ("cake,sinks=3", "no part of the policy cake has the option 'sinks'"),
         ("cake,gamma=1,gamma=2", "gives gamma twice"),
-        ("cake,merge=d2o", "folds evicted values into kept ones.*merge=none"),
         ("full,gamma=2", "no effect with the policy full"),
     ],
 )
 def test_what_means_nothing_is_refused(text, message):
     with pytest.raises(OptionError, match=message):
         Combination.parse(text, 32)
+
+
+def test_policies_that_merge_are_told_apart():
+    found = combinations(["cake", "cake,merge=cam", "d2o", "d2o,merge=none"], 32)
+    assert [one.text for one in merging(found)] == ["cake,merge=cam", "d2o"]
 
 
 def test_each_once():

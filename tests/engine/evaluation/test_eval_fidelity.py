@@ -23,7 +23,8 @@ def command(tmp_path, model_folder):
 
     def run(*words: str) -> int:
         line = ["eval", "fidelity", "--rows", str(rows), "--model", str(folder), "--out", str(tmp_path / "out")]
-        line += ["--window", "8", "--tokens", "6", "--step", "eager", *words]
+        line += ["--tokens", "6", "--step", "eager", *words]
+        line += [] if "--own-windows" in words else ["--window", "8"]
         return cli.main(line, partial(Engine.load))
 
     return run
@@ -86,6 +87,34 @@ def test_the_question_after_compression_is_another_measurement(command, tmp_path
         assert other["tokens"] == one["tokens"] + 1
         assert one["kl"] != other["kl"]
     assert (tmp_path / "out" / "fidelity-after.html").exists()
+
+
+def test_a_policy_that_merges_is_read_on_its_own_and_the_user_is_told(command, tmp_path, capsys):
+    assert command("--policy", "cake", "cake,merge=d2o", "--budget", "16", "24") == 0
+    err = capsys.readouterr().err
+    assert "cake,merge=d2o: values are merged, so that each prompt is read once more for each budget" in err
+    kl = {(record["policy"], record["prompt"], record["budget"]): record["kl"] for record in results(tmp_path)}
+    pairs = [(value, kl["cake", *key[1:]]) for key, value in kl.items() if key[0] == "cake,merge=d2o"]
+    assert len(pairs) == 6
+    assert all(merged != plain for merged, plain in pairs)
+
+
+def test_own_windows_are_those_of_the_papers_at_equal_budgets(command, tmp_path, capsys):
+    policies = ("cake", "pyramidkv", "tova")
+    assert command("--policy", *policies, "--budget", "40", "--own-windows") == 0
+    own = {record["policy"]: record for record in results(tmp_path) if record["prompt"].startswith(ROWS[0]["_id"])}
+    assert {record["window"] for record in own.values()} == {"own"}
+    for policy, window in zip(policies, (32, 8, 1), strict=True):
+        assert command("--policy", policy, "--budget", "40", "--window", str(window)) == 0
+        same = [one for one in results(tmp_path) if (one["policy"], one["window"]) == (policy, window)]
+        assert own[policy]["kl"] == pytest.approx(same[0]["kl"], rel=1e-4)
+        assert own[policy]["kept"] == same[0]["kept"]
+    capsys.readouterr()
+    assert command("--own-windows", "--policy", "tova", "--budget", "31") == 0
+    assert command("--own-windows", "--policy", *policies, "--budget", "31") == 2
+    assert "below the window of 32" in capsys.readouterr().err
+    assert command("--own-windows", "--window", "8") == 2
+    assert "give one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,27 @@ def test_every_policy_by_name_keeps_what_its_own_prefill_keeps(
         }, name
 
 
+def test_a_cell_with_a_window_of_its_own_keeps_what_a_prefill_with_that_window_keeps(
+    tmp_path, write_checkpoint, make_runner, random_ids, kept_positions
+):
+    folder, prompt, budget = write_checkpoint(tmp_path / "model"), random_ids(100), 24
+    runner = make_runner(folder, policy="full", window=WINDOW)
+    pairs = [("cake", 8), ("cake", 3), ("snapkv", 5), ("tova", 1), ("snapkv", 8)]
+    found = read(
+        runner,
+        prompt,
+        [Cell(make_policy(CacheConfig(policy=name), runner.model, budget), budget, window=own) for name, own in pairs],
+        new_tokens=1,
+    )
+    for (name, own), kept in zip(pairs, found.kept, strict=True):
+        real, sequence = make_runner(folder, window=own, budget=budget, policy=name), Sequence()
+        real.feed(sequence, prompt, real.prepare(sequence, len(prompt), 1))
+        assert {row: set(columns) for row, columns in positions(kept, runner).items()} == {
+            row: set(columns) for row, columns in kept_positions(real).items()
+        }, (name, own)
+        assert kept.slots == budget * runner.layout.num_layers * runner.layout.num_kv_heads
+
+
 def test_the_full_cache_is_in_the_arena_and_a_wide_budget_keeps_all_of_it(
     tmp_path, write_checkpoint, make_runner, random_ids, kept_positions, dense
 ):

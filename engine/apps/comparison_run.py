@@ -1,0 +1,72 @@
+"""How the comparing commands run: what is on disk stays, what is missing is measured, and then comes the report."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..evaluation.ledger import Ledger
+from .comparison import KEY, Comparison, base_key, console_progress, encode_rows
+from .console import Console
+from .loading import Load, open_engine
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..evaluation.campaign import Compute, Item
+    from ..evaluation.rows import Row
+
+Records = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A comparison under way. what: the command's word, which results are filed under."""
+
+    what: str
+    args: argparse.Namespace
+    comparison: Comparison
+    ledger: Ledger
+    console: Console
+    engine: Engine
+
+    def items(self, rows: Sequence[Row], *, after: int, answer_tokens: int) -> list[Item]:
+        """The rows as prompts, with room for `after` more tokens."""
+        from ..evaluation.campaign import Item
+
+        encoded = encode_rows(self.engine, self.args, rows, after, answer_tokens, self.console)
+        return [Item(row.name, one, {"task": row.task}) for row, one in encoded]
+
+    def fill(self, items: Sequence[Item], compute: Compute, *, after: int, **key: int) -> Records:
+        """The records of this run, old ones and new ones. key: fields of the results' keys that are not the usual."""
+        from ..evaluation.campaign import Campaign
+
+        campaign = Campaign(
+            self.engine,
+            self.ledger,
+            self.comparison.policies,
+            self.comparison.budgets,
+            base_key(self.what, self.args, self.comparison) | key,
+            self.console.notice,
+            console_progress(self.console),
+        )
+        return campaign.run(items, compute, after=after)
+
+
+def compare(
+    what: str,
+    args: argparse.Namespace,
+    load: Load | None,
+    measure: Callable[[Setting], Records],
+    report: Callable[[Records, argparse.Namespace, Comparison, Console], None],
+) -> int:
+    """Measure what is missing in the results, then print and write the report; returns the exit code."""
+    comparison = Comparison.of(args)
+    args.window = comparison.window
+    with Console(quiet=args.quiet, verbose=args.verbose) as console:
+        ledger = Ledger(comparison.out / f"{what}.jsonl", KEY)
+        with open_engine(args, console, load) as engine:
+            records = measure(Setting(what, args, comparison, ledger, console, engine))
+        report(records, args, comparison, console)
+    return 0
