@@ -83,11 +83,10 @@ def render(engine: Engine, ids: list[int], comparison: Comparison, console: Cons
     data = {
         "tokens": texts,
         "control": control,
-        "window": engine.cache.window,
         "layers": layers,
         "heads": heads,
         "cells": [
-            shown_cell(policy.text, str(budget), kept, len(ids), layers, heads)
+            shown_cell(policy.text, str(budget), kept, len(ids), layers, heads, policy.config.window)
             for (policy, budget), kept in zip(pairs, reading.kept, strict=True)
         ],
     }

@@ -14,7 +14,7 @@ from ...cache.indicators import INDICATORS
 from ...cache.inputs import INPUTS
 from ...cache.merges import MERGES
 from ...cache.method import Method
-from ...cache.policies import NAMED, POLICIES
+from ...cache.policies import DEFAULT_WINDOW, NAMED, POLICIES, own_window
 from ...cache.schedules import SCHEDULES
 
 CLASSES = {
@@ -61,14 +61,17 @@ def document() -> dict[str, Any]:
 def policy(name: str) -> dict[str, Any]:
     """The parts that a policy's name means."""
     if name == "full":
-        return {"name": name, **dict.fromkeys(CLASSES), "paper": ""}
+        return {"name": name, **dict.fromkeys(CLASSES), "window": None, "paper": ""}
     named = NAMED.get(name)
+    allocation = named.allocation if named else "uniform"
     return {
         "name": name,
         "indicator": named.indicator if named else name,
-        "allocation": named.allocation if named else "uniform",
+        "allocation": allocation,
         "heads": named.heads if named else "equal",
         "merge": named.merge if named else "none",
+        "schedule": "late" if ALLOCATIONS[allocation].late else "cascade",
+        "window": own_window(name),
         "paper": named.paper if named else INDICATORS[name].paper,
     }
 
@@ -98,8 +101,14 @@ def listing() -> str:
             line = (
                 f"  {name:<22} indicator {parts['indicator']}, allocation {parts['allocation']}, heads {parts['heads']}"
             )
-            lines.append(line if parts["merge"] == "none" else f"{line}, merge {parts['merge']}")
-    alone = ", ".join(name for name in INDICATORS if name not in NAMED)
+            usual = {"merge": "none", "schedule": "cascade", "window": DEFAULT_WINDOW}
+            more = "".join(f", {part} {parts[part]}" for part, value in usual.items() if parts[part] != value)
+            lines.append(line + more)
+    alone = ", ".join(
+        name if own_window(name) == DEFAULT_WINDOW else f"{name} (window {own_window(name)})"
+        for name in INDICATORS
+        if name not in NAMED
+    )
     lines.append(f"  and every other indicator, with allocation uniform and heads equal: {alone}")
     for part, methods in CLASSES.items():
         lines += ["", HEADINGS[part]]

@@ -31,7 +31,9 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[str], li
     return texts, control
 
 
-def shown_cell(policy: str, budget: str, kept: Kept | None, tokens: int, layers: int, kv_heads: int) -> dict[str, Any]:
+def shown_cell(
+    policy: str, budget: str, kept: Kept | None, tokens: int, layers: int, kv_heads: int, window: int
+) -> dict[str, Any]:
     """One policy and budget. bits: per layer, its heads one behind the other, a bit for each token, lowest first."""
     bits, lengths, preferences = [], [], []
     for layer in range(layers):
@@ -44,6 +46,7 @@ def shown_cell(policy: str, budget: str, kept: Kept | None, tokens: int, layers:
     return {
         "policy": policy,
         "budget": budget,
+        "window": window,
         "bits": bits,
         "lengths": lengths,
         "preferences": preferences,

@@ -6,135 +6,112 @@ import html
 import json
 from typing import Any
 
+from .inspection_style import STYLE
 from .report import document
-
-STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f2a; --dim: #6b7280; --line: #e3e5ec; --page: #fafafc; --card: #fff;
-  --heat: 217 119 6; --accent: #b45309; --gone: #a9adb8; --strip: #f1f2f6; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e7e9f0; --dim: #969cab; --line: #2b303b; --page: #12141a;
-  --card: #191c24; --heat: 251 191 36; --accent: #fbbf24; --gone: #565c69; --strip: #20242d; } }
-* { box-sizing: border-box; }
-body { margin: 0; font: 14px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; color: var(--ink);
-  background: var(--page); }
-header { padding: 1.1rem 1.6rem 0.7rem; display: flex; flex-wrap: wrap; gap: 0.4rem 1.6rem; align-items: baseline; }
-h1 { font-size: 1.15rem; margin: 0; font-weight: 650; } header span { color: var(--dim); }
-header b { color: var(--ink); font-variant-numeric: tabular-nums; }
-select, button { font: inherit; color: inherit; background: var(--card); border: 1px solid var(--line);
-  border-radius: 6px; padding: 0.15rem 0.55rem; cursor: pointer; }
-button[aria-pressed=true] { border-color: var(--accent); color: var(--accent); font-weight: 600; }
-:focus-visible { outline: 2px solid var(--accent); outline-offset: 1px; }
-main { display: grid; grid-template-columns: minmax(20rem, 34rem) minmax(0, 1fr); gap: 1.2rem;
-  padding: 0.3rem 1.6rem 2rem; align-items: start; }
-section { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
-#map { position: sticky; top: 0.8rem; max-height: calc(100vh - 1.6rem); overflow-y: auto; padding: 0.8rem; }
-#map h2 { font-size: 0.8rem; font-weight: 600; color: var(--dim); margin: 0 0 0.5rem; }
-.layer { display: grid; grid-template-columns: 2.2rem 1fr 6.8rem 3rem; gap: 0.5rem; align-items: center; width: 100%;
-  border: 0; border-radius: 5px; padding: 1px 4px; background: none; font-size: 11px; text-align: left; }
-button.layer:hover { background: var(--strip); } .layer[aria-pressed=true] { background: rgb(var(--heat) / 0.18); }
-.layer canvas { width: 100%; height: 9px; background: var(--strip); border-radius: 2px; display: block; }
-.bar { position: relative; height: 9px; background: var(--strip); border-radius: 2px; }
-.bar i { position: absolute; inset: 0 auto 0 0; background: rgb(var(--heat) / 0.85); border-radius: 2px; }
-.bar u { position: absolute; top: -2px; bottom: -2px; width: 2px; background: var(--ink); opacity: 0.75; }
-.count { text-align: right; font-variant-numeric: tabular-nums; color: var(--dim); }
-#heads { display: flex; flex-wrap: wrap; gap: 0.3rem; margin: 0.6rem 0 0; font-size: 12px; min-height: 1.9rem; }
-#text { padding: 0.8rem 1.2rem 1.4rem; }
-#document { white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.75; font-size: 14.5px; }
-#document span { border-radius: 2px; padding: 0.05em 0; }
-.h0 { color: var(--gone); } .only .h0 { opacity: 0.25; }
-.special { font-size: 0.78em; font-family: ui-monospace, monospace; }
-.window { box-shadow: inset 0 -2px 0 rgb(var(--heat) / 0.55); } .flash { outline: 2px solid var(--accent); }
-.legend { display: flex; flex-wrap: wrap; gap: 0.3rem 0.9rem; align-items: center; color: var(--dim); font-size: 12px;
-  margin-bottom: 0.8rem; }
-.ramp { display: inline-block; width: 8rem; height: 10px; border-radius: 3px; vertical-align: middle;
-  background: linear-gradient(90deg, rgb(var(--heat) / 0.06), rgb(var(--heat) / 0.9)); }
-#tip { position: fixed; pointer-events: none; background: var(--ink); color: var(--page); border-radius: 6px;
-  padding: 0.25rem 0.55rem; font-size: 12px; max-width: 22rem; opacity: 0; transition: opacity 0.1s; z-index: 3; }
-@media (max-width: 60rem) { main { grid-template-columns: 1fr; } #map { position: static; max-height: 45vh; } }
-""" + "".join(f".h{step} {{ background: rgb(var(--heat) / {0.04 + 0.086 * step:.3f}); }}\n" for step in range(1, 11))
 
 SCRIPT = r"""
 const data = JSON.parse(document.getElementById('data').textContent);
 const n = data.tokens.length, L = data.layers, K = data.heads, stride = Math.ceil(n / 8);
 const $ = id => document.getElementById(id);
 const state = { cell: 0, layer: -1, head: -1 };
-const decoded = new Map();
-const spans = [];
+const decoded = new Map(), spans = [];
+const sum = list => list.reduce((a, b) => a + b, 0);
+const whole = x => x.toLocaleString('en-US', { maximumFractionDigits: 0 });
+const style = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+data.control = new Set(data.control);
 
 function bits(cell, layer) {
   const key = cell * L + layer;
   if (!decoded.has(key)) decoded.set(key, Uint8Array.from(atob(data.cells[cell].bits[layer]), c => c.charCodeAt(0)));
   return decoded.get(key);
 }
-function addRow(counts, row, head) {
-  for (let i = 0; i < n; i++) counts[i] += (row[head * stride + (i >> 3)] >> (i & 7)) & 1;
-}
 function counts(cell, layer, head) {
   const found = new Uint16Array(n);
-  for (let l = layer < 0 ? 0 : layer; l < (layer < 0 ? L : layer + 1); l++)
-    for (let h = head < 0 ? 0 : head; h < (head < 0 ? K : head + 1); h++) addRow(found, bits(cell, l), h);
+  for (let l = layer < 0 ? 0 : layer; l < (layer < 0 ? L : layer + 1); l++) {
+    const table = bits(cell, l);
+    for (let h = head < 0 ? 0 : head; h < (head < 0 ? K : head + 1); h++)
+      for (let i = 0, at = h * stride; i < n; i++) found[i] += (table[at + (i >> 3)] >> (i & 7)) & 1;
+  }
   return { found, rows: (layer < 0 ? L : 1) * (head < 0 ? K : 1) };
 }
-const sum = list => list.reduce((a, b) => a + b, 0);
-const whole = x => x.toLocaleString('en-US', { maximumFractionDigits: 0 });
+const window_of = () => data.cells[state.cell].window;
 
-function shade() {
-  const { found, rows } = counts(state.cell, state.layer, state.head);
-  for (let i = 0; i < n; i++) {
-    const step = found[i] ? Math.max(1, Math.round(10 * found[i] / rows)) : 0;
-    spans[i].className = 'h' + step + (data.control.has(i) ? ' special' : '') + (i >= n - data.window ? ' window' : '');
-  }
-  state.found = found; state.rows = rows;
-  const never = found.reduce((a, x) => a + (x === 0), 0);
-  $('shown').textContent = (state.layer < 0 ? 'all layers' : 'layer ' + state.layer) +
-    (state.head < 0 ? '' : ', KV head ' + state.head) + ': ' + whole(sum(found) / rows) + ' of ' + whole(n) +
-    ' tokens a row, ' + whole(never) + ' in no row';
+/* colours: the ramp of the style sheet, 256 steps */
+function ramp() {
+  const stops = style('--ramp').split(/\s+/).map(c => [1, 3, 5].map(i => parseInt(c.slice(i, i + 2), 16)));
+  return Array.from({ length: 256 }, (_, i) => {
+    const x = i / 255 * (stops.length - 1), from = Math.min(Math.floor(x), stops.length - 2), part = x - from;
+    return stops[from].map((c, j) => Math.round(c + part * (stops[from + 1][j] - c)));
+  });
 }
-function strip(canvas, layer) {
-  const width = Math.max(60, Math.round(canvas.clientWidth * devicePixelRatio)), context = canvas.getContext('2d');
-  const { found, rows } = counts(state.cell, layer, -1);
-  canvas.width = width; canvas.height = 1;
-  const heat = getComputedStyle(document.documentElement).getPropertyValue('--heat').trim().split(/\s+/).map(Number);
-  const image = context.createImageData(width, 1);
-  for (let x = 0; x < width; x++) {
-    const from = Math.floor(x * n / width), to = Math.max(from + 1, Math.floor((x + 1) * n / width));
+function binned(found, rows, width) {
+  return Float64Array.from({ length: width }, (_, x) => {
+    const from = Math.floor(x * n / width), to = Math.min(n, Math.max(from + 1, Math.floor((x + 1) * n / width)));
     let total = 0;
-    for (let i = from; i < to && i < n; i++) total += found[i];
-    const share = total / ((to - from) * rows);
-    image.data.set([...heat, share ? Math.round(40 + 215 * Math.sqrt(share)) : 0], 4 * x);
-  }
+    for (let i = from; i < to; i++) total += found[i];
+    return total / ((to - from) * rows);
+  });
+}
+function pixels(canvas) { return Math.max(40, Math.round(canvas.clientWidth * devicePixelRatio)); }
+function strip(canvas, layer, colours) {
+  const width = pixels(canvas), { found, rows } = counts(state.cell, layer, state.head);
+  canvas.width = width; canvas.height = 1;
+  const context = canvas.getContext('2d'), image = context.createImageData(width, 1);
+  binned(found, rows, width).forEach((share, x) =>
+    image.data.set([...colours[share ? Math.round(36 + 219 * Math.sqrt(share)) : 0], 255], 4 * x));
   context.putImageData(image, 0, 0);
+}
+function profile(canvas, colours) {
+  const width = pixels(canvas), height = Math.round(canvas.clientHeight * devicePixelRatio);
+  const { found, rows } = counts(state.cell, -1, state.head), shares = binned(found, rows, width);
+  canvas.width = width; canvas.height = height;
+  const context = canvas.getContext('2d');
+  shares.forEach((share, x) => {
+    const tall = share ? Math.max(1, Math.sqrt(share) * (height - 1)) : 0;
+    context.fillStyle = 'rgb(' + colours[Math.round(70 + 185 * Math.sqrt(share))].join(' ') + ')';
+    context.fillRect(x, height - tall, 1, tall);
+  });
+}
+function strips() {
+  const colours = ramp();
+  profile($('all').querySelector('canvas'), colours);
+  [...$('layers').children].forEach((row, layer) => strip(row.querySelector('canvas'), layer, colours));
+  $('ramp').style.background = 'linear-gradient(90deg,' + style('--ramp').split(/\s+/).join(',') + ')';
 }
 function layers() {
   const cell = data.cells[state.cell], means = cell.lengths.map(row => sum(row) / K);
-  const top = Math.max(...means), weight = sum(cell.preferences) || 1;
-  const even = cell.preferences.every(p => p === cell.preferences[0]);
-  const most = Math.max(...cell.preferences) / weight || 1;
+  const weight = sum(cell.preferences) || 1, even = cell.preferences.every(p => p === cell.preferences[0]);
+  const top = Math.max(...means), most = Math.max(...cell.preferences) / weight || 1;
+  const tall = Math.max(4, Math.min(13, Math.round(330 / L)));
+  $('map').style.setProperty('--row', tall + 'px');
+  $('all').style.setProperty('--row', '40px');
+  const shown = layer => tall >= 9 || layer % Math.ceil(10 / tall) === 0;
   $('layers').replaceChildren(...means.map((mean, layer) => {
-    const row = document.createElement('button');
-    row.className = 'layer';
-    row.title = 'layer ' + layer + ': ' + cell.lengths[layer].map(whole).join(' / ') + ' tokens by KV head' +
-      (even ? '' : ', preference ' + (100 * cell.preferences[layer] / weight).toFixed(1) + '%');
-    const mark = even ? '' : '<u style="left:calc(' + 100 * cell.preferences[layer] / weight / most + '% - 1px)"></u>';
-    row.innerHTML = '<span>' + layer + '</span><canvas></canvas><span class="bar"><i style="width:' +
-      100 * mean / top + '%"></i>' + mark + '</span><span class="count">' + whole(mean) + '</span>';
-    row.onclick = event => {
-      const canvas = row.querySelector('canvas').getBoundingClientRect();
-      const inside = event.clientX > canvas.left && event.clientX < canvas.right;
-      choose(state.layer === layer && !inside ? -1 : layer, -1);
-      if (inside && event.detail) reveal(Math.floor(n * (event.clientX - canvas.left) / canvas.width));
-    };
+    const row = document.createElement('button'), share = cell.preferences[layer] / weight;
+    row.className = 'row'; row.dataset.layer = layer;
+    row.setAttribute('aria-label', 'layer ' + layer + ': ' + cell.lengths[layer].map(whole).join(' / ') +
+      ' tokens by KV head' + (even ? '' : ', preference ' + (100 * share).toFixed(1) + '%'));
+    const mark = even ? '' : '<u style="left:' + 97 * share / most + '%"></u>';
+    row.innerHTML = '<span>' + (shown(layer) ? layer : '') + '</span><canvas></canvas><span class="bar"><i ' +
+      'style="width:' + 97 * mean / top + '%"></i>' + mark + '</span><span class="count">' +
+      (shown(layer) ? whole(mean) : '') + '</span>';
     return row;
   }));
-  [...$('layers').children].forEach((row, layer) => strip(row.querySelector('canvas'), layer));
+  $('marks').textContent = even ? 'tokens a head' : 'tokens a head; line: preference';
   $('share').textContent = (100 * cell.share).toFixed(1) + '%';
   $('mean').textContent = whole(sum(means) / L);
+  strips();
 }
-function reveal(i) {
-  spans[i].scrollIntoView({ block: 'center', behavior: 'smooth' });
-  spans[i].classList.add('flash');
-  setTimeout(() => spans[i].classList.remove('flash'), 1500);
+function ticks() {
+  const step = [1, 2, 5, 10].map(x => x * 10 ** Math.floor(Math.log10(n / 4))).find(x => n / x <= 8) || n;
+  const at = [0];
+  for (let i = step; i < n - step / 3; i += step) at.push(i);
+  at.push(n);
+  $('ticks').innerHTML = at.map((i, j) => '<b class="' + (j ? j === at.length - 1 ? 'last' : '' : 'first') +
+    '" style="left:' + 100 * i / n + '%"><span>' + whole(i) + '</span></b>').join('');
 }
 function heads() {
+  const lengths = state.layer < 0 ? null : data.cells[state.cell].lengths[state.layer];
   const make = (text, head) => {
     const button = document.createElement('button');
     button.textContent = text;
@@ -142,22 +119,70 @@ function heads() {
     button.onclick = () => choose(state.layer, head);
     return button;
   };
-  const lengths = state.layer < 0 ? null : data.cells[state.cell].lengths[state.layer];
-  $('heads').replaceChildren(make('all heads', -1), ...Array.from({ length: K }, (_, h) =>
-    make('head ' + h + (lengths ? ' (' + whole(lengths[h]) + ')' : ''), h)));
+  $('heads').replaceChildren(make('all KV heads', -1), ...Array.from({ length: K > 1 ? K : 0 }, (_, h) =>
+    make(lengths ? h + ' (' + whole(lengths[h]) + ')' : h, h)));
+}
+function shade() {
+  const { found, rows } = counts(state.cell, state.layer, state.head), kept = window_of();
+  for (let i = 0; i < n; i++) {
+    const step = found[i] ? Math.max(1, Math.round(10 * found[i] / rows)) : 0;
+    spans[i].className = 'h' + step + (data.control.has(i) ? ' special' : '') + (i >= n - kept ? ' window' : '');
+  }
+  state.found = found; state.rows = rows;
+  const never = found.reduce((a, x) => a + (x === 0), 0);
+  $('shown').textContent = (state.layer < 0 ? 'All layers' : 'Layer ' + state.layer) +
+    (state.head < 0 ? '' : ', KV head ' + state.head) + ': ' + whole(sum(found) / rows) + ' of ' + whole(n) +
+    ' tokens a row, ' + whole(never) + ' in no row';
 }
 function choose(layer, head) {
+  const other = head !== state.head;
   state.layer = layer; state.head = head;
   [...$('layers').children].forEach((row, i) => row.setAttribute('aria-pressed', i === layer));
   $('all').setAttribute('aria-pressed', layer < 0);
+  $('plot').classList.toggle('chosen', layer >= 0);
   heads(); shade();
+  if (other) strips();
+  const hash = '#cell=' + state.cell + (layer < 0 ? '' : '&layer=' + layer) + (head < 0 ? '' : '&head=' + head);
+  try { history.replaceState(null, '', hash); } catch { /* a page in a sandbox has no history */ }
 }
 function take(cell) {
-  state.cell = cell;
+  state.cell = cell; $('cell').value = cell;
   layers(); choose(state.layer, state.head);
 }
+function reveal(i) {
+  spans[i].scrollIntoView({ block: 'center' });
+  spans[i].classList.add('flash');
+  setTimeout(() => spans[i].classList.remove('flash'), 1600);
+}
 
-data.control = new Set(data.control);
+/* the map shows which part of the text is on the screen */
+function first(below) {
+  let low = 0, high = n;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (spans[middle].getBoundingClientRect().bottom < below) low = middle + 1; else high = middle;
+  }
+  return low;
+}
+function view() {
+  const sticky = getComputedStyle($('map')).position === 'sticky' ? $('map').getBoundingClientRect().bottom : 0;
+  const from = first(sticky), to = Math.max(from, first(innerHeight));
+  const canvas = $('all').querySelector('canvas').getBoundingClientRect(), plot = $('plot').getBoundingClientRect();
+  $('view').style.left = canvas.left - plot.left + canvas.width * from / n + 'px';
+  $('view').style.width = canvas.width * (to - from) / n + 'px';
+  document.documentElement.style.setProperty('--map', sticky ? $('map').offsetHeight + 'px' : '0px');
+}
+function tell(event, text) {
+  const tip = $('tip');
+  tip.textContent = text; tip.style.opacity = text ? 1 : 0;
+  tip.style.left = Math.max(4, Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8)) + 'px';
+  tip.style.top = Math.min(event.clientY + 16, innerHeight - tip.offsetHeight - 8) + 'px';
+}
+function place(event) {
+  const canvas = $('all').querySelector('canvas').getBoundingClientRect(), x = event.clientX - canvas.left;
+  return x < 0 || x >= canvas.width ? -1 : Math.floor(n * x / canvas.width);
+}
+
 const page = document.createDocumentFragment();
 data.tokens.forEach((text, i) => {
   const span = document.createElement('span');
@@ -167,47 +192,82 @@ data.tokens.forEach((text, i) => {
 $('document').append(page);
 data.cells.forEach((cell, i) => $('cell').add(new Option(cell.policy + ', budget ' + cell.budget, i)));
 $('cell').onchange = event => take(Number(event.target.value));
-$('all').onclick = () => choose(-1, state.head);
+$('plot').onclick = event => {
+  const row = event.target.closest('.row'), at = event.detail ? place(event) : -1;
+  if (!row) return;
+  const layer = Number(row.dataset.layer);
+  choose(layer === state.layer && at < 0 ? -1 : layer, state.head);
+  if (at >= 0) reveal(at);
+};
+$('plot').onmousemove = event => {
+  const row = event.target.closest('.row'), at = place(event), hair = $('hair');
+  hair.style.opacity = row && at >= 0 ? 0.6 : 0;
+  if (!row) return tell(event, '');
+  const layer = Number(row.dataset.layer);
+  if (at < 0) return tell(event, row.getAttribute('aria-label') || '');
+  hair.style.left = event.clientX - $('plot').getBoundingClientRect().left + 'px';
+  tell(event, (layer < 0 ? 'all layers' : 'layer ' + layer) + ', token ' + whole(at) + ': …' +
+    data.tokens.slice(Math.max(0, at - 6), at + 7).join('').replace(/\s+/g, ' ') + '…');
+};
+$('plot').onmouseleave = event => { $('hair').style.opacity = 0; tell(event, ''); };
+$('plot').onkeydown = event => {
+  const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+  if (!step) return;
+  event.preventDefault();
+  choose(Math.max(-1, Math.min(L - 1, state.layer + step)), state.head);
+  (state.layer < 0 ? $('all') : $('layers').children[state.layer]).focus();
+};
 $('only').onclick = event => {
   const on = $('document').classList.toggle('only');
   event.target.setAttribute('aria-pressed', on);
 };
 $('document').onmousemove = event => {
-  const i = event.target.dataset.i, tip = $('tip');
-  if (i === undefined) { tip.style.opacity = 0; return; }
-  tip.textContent = 'token ' + whole(Number(i)) + ': kept in ' + state.found[i] + ' of ' + state.rows + ' rows' +
-    (i >= n - data.window ? ' (window, always kept)' : '');
-  tip.style.opacity = 1;
-  tip.style.left = Math.min(event.clientX + 12, innerWidth - 260) + 'px';
-  tip.style.top = Math.min(event.clientY + 14, innerHeight - 40) + 'px';
+  const i = Number(event.target.dataset.i ?? -1);
+  tell(event, i < 0 ? '' : 'token ' + whole(i) + ': kept in ' + state.found[i] + ' of ' + whole(state.rows) + ' rows' +
+    (i >= n - window_of() ? ' (window, always kept)' : ''));
 };
-$('document').onmouseleave = () => { $('tip').style.opacity = 0; };
-addEventListener('resize', () => [...$('layers').children].forEach((r, l) => strip(r.querySelector('canvas'), l)));
-matchMedia('(prefers-color-scheme: dark)').addEventListener('change', layers);
-take(0);
+$('document').onmouseleave = event => tell(event, '');
+addEventListener('resize', () => { strips(); view(); });
+addEventListener('scroll', () => requestAnimationFrame(view), { passive: true });
+matchMedia('(prefers-color-scheme: dark)').addEventListener('change', strips);
+const asked = new URLSearchParams(location.hash.slice(1));
+const number = (name, least, most) => {
+  const value = parseInt(asked.get(name));
+  return value >= least && value < most ? value : least;
+};
+state.layer = number('layer', -1, L); state.head = number('head', -1, K);
+ticks(); take(number('cell', 0, data.cells.length));
+if (asked.has('token')) reveal(number('token', 0, n));
+view();
 """
 
 BODY = """
-<header><h1>{title}</h1>
-<span><b>{tokens}</b> tokens, {layers} layers of {heads} KV heads</span>
-<label>policy <select id="cell"></select></label>
-<span>kept <b id="share"></b>, <b id="mean"></b> tokens a layer and head</span></header>
+<header><div><h1>{title}</h1>
+<p>{tokens} tokens, {layers} layers of {heads} KV heads</p></div>
+<label><select id="cell" aria-label="policy and budget"></select></label>
+<div class="figures"><span>kept <b id="share"></b></span>
+<span><b id="mean"></b> tokens a layer and head</span></div></header>
 <main>
-<section id="map"><h2 class="layer"><span>layer</span><span>where in the text it kept tokens</span>
-<span title="the bar is the layer's budget, the line its preference">budget, preference</span><span></span></h2>
-<div id="layers"></div>
-<div id="heads"></div></section>
-<section id="text"><div class="legend"><button id="all" aria-pressed="true">all layers</button>
-<button id="only" aria-pressed="false">fade what is gone</button>
-<span>in few rows <i class="ramp"></i> in every row</span><span id="shown"></span></div>
-<div id="document"></div></section>
+<section id="map"><div class="heads"><span></span><span>where in the text each layer kept tokens</span>
+<span id="marks"></span><span></span></div>
+<div id="plot"><button class="row" id="all" data-layer="-1" aria-pressed="true"><span>all</span><canvas></canvas>
+<span class="note">share of all rows that kept a token</span><span></span></button>
+<div id="layers"></div><div id="view"></div><div id="hair"></div></div>
+<div class="scale"><span></span><span class="ticks" id="ticks"></span><span>position in tokens</span><span></span></div>
+<div class="tools"><span id="shown"></span><span id="heads"></span>
+<span>in no row <i class="ramp" id="ramp"></i> in every row</span><span class="key">window</span>
+<button id="only" aria-pressed="false">fade what is gone</button></div></section>
+<section id="text"><div id="document"></div></section>
 </main>
 <div id="tip" role="status"></div>
 """
 
 
 def inspection_page(title: str, data: dict[str, Any]) -> str:
-    """The whole page. data: tokens, control, window, layers, heads and cells, as `inspection.py` makes them."""
+    """The whole page. data: tokens, control, layers, heads and cells, as `inspection.py` makes them.
+
+    The part of the address behind # chooses what is shown: `#cell=1&layer=12&head=0&token=4096`.
+    """
     body = BODY.format(
         title=html.escape(title),
         tokens=f"{len(data['tokens']):,}",

@@ -47,6 +47,10 @@ def test_the_document_has_the_same_for_programs(capsys: pytest.CaptureFixture[st
     cake = document["policies"][POLICIES.index("cake")]
     assert (cake["indicator"], cake["allocation"], cake["heads"]) == ("cake", "cake", "equal")
     assert set(document["inputs"]) == set(INPUTS)
+    found = {entry["name"]: (entry["window"], entry["schedule"]) for entry in document["policies"]}
+    assert found["cake"] == found["auto"] == (32, "cascade")
+    assert (found["pyramidkv"], found["tova"], found["squeeze"]) == ((8, "cascade"), (1, "cascade"), (32, "late"))
+    assert [entry["name"] for entry in document["methods"] if entry["class"] == "schedule"] == ["cascade", "late"]
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: f"{method.where}")

@@ -23,8 +23,9 @@ def command(tmp_path, model_folder):
 
     def run(*words: str) -> int:
         line = ["eval", "fidelity", "--rows", str(rows), "--model", str(folder), "--out", str(tmp_path / "out")]
-        line += ["--tokens", "6", "--step", "eager", *words]
+        line += ["--tokens", "6", "--step", "eager"]
         line += [] if "--own-windows" in words else ["--window", "8"]
+        line += words
         return cli.main(line, partial(Engine.load))
 
     return run
