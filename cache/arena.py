@@ -153,12 +153,11 @@ class Arena:
             self._kept_end = max(
                 self._kept_end, min(self._kept_end + kept_slots // SLACK, self._staging_limit(columns))
             )
-        end = self._kept_end
+        lengths = self.length.reshape(-1)
+        starts = self._kept_end - np.cumsum(lengths[::-1])[::-1]
+        self.store.move_rows(self.offset.reshape(-1), starts, lengths)
+        self.offset[:], self.capacity[:] = starts.reshape(self.offset.shape), self.length
         self._packed_end, self._read = 0, 0
-        for layer, head in reversed(self._in_order()):
-            end -= int(self.length[layer, head])
-            self.store.move(int(self.offset[layer, head]), end, int(self.length[layer, head]))
-            self.offset[layer, head], self.capacity[layer, head] = end, self.length[layer, head]
 
     def _staging_limit(self, columns: int) -> int:
         """The last slot at which staging of so many columns may begin."""
@@ -246,11 +245,9 @@ class Arena:
         extra = headroom.astype(np.int64) + np.zeros_like(self.length)
         ends = self.first + np.cumsum((self.length + extra).reshape(-1)).reshape(self.length.shape)
         assert ends[-1, -1] <= self._last_slot, "the arena was sized for fewer new tokens"
-        for layer, head in reversed(self._in_order()):
-            target = int(ends[layer, head] - self.length[layer, head] - extra[layer, head])
-            self.store.move(int(self.offset[layer, head]), target, int(self.length[layer, head]))
-            self.offset[layer, head] = target
-        self.capacity[:] = self.length + extra
+        starts = ends - self.length - extra
+        self.store.move_rows(self.offset.reshape(-1), starts.reshape(-1), self.length.reshape(-1))
+        self.offset[:], self.capacity[:] = starts, self.length + extra
 
     # -- in a store that others live in too -------------------------------------------------------------------------
 
@@ -262,11 +259,9 @@ class Arena:
         """Move the whole span to the left, so that it begins at slot `first`, which must be free."""
         distance = self.first - first
         assert distance >= 0, "a span only moves to the left"
-        for layer, head in self._in_order():
-            start = int(self.offset[layer, head])
-            # with the slot behind the row, where `hold` keeps what it gave up last
-            count = min(int(self.length[layer, head]) + 1, int(self.capacity[layer, head]))
-            self.store.move(start, start - distance, count)
+        # with the slot behind the row, where `hold` keeps what it gave up last
+        counts = np.minimum(self.length + 1, self.capacity).reshape(-1)
+        self.store.move_rows(self.offset.reshape(-1), self.offset.reshape(-1) - distance, counts)
         self.offset -= distance
         self.first = first
 
@@ -307,55 +302,14 @@ class Arena:
 
     # -- moving -------------------------------------------------------------------------------------------------------
 
-    def _in_order(self) -> list[tuple[int, int]]:
-        heads = self.layout.num_kv_heads
-        return [divmod(i, heads) for i in range(self.layout.num_layers * heads)]
-
     def _slide(self) -> None:
         """Pack the compacted layers to the left, in order of offset."""
-        end = self.first
-        for layer in range(self._read):
-            lengths = self.length[layer]
-            if self.store.overlaps:
-                self._slide_each(layer, end)
-            elif not self._slide_layer(layer, end):
-                self._slide_rows(layer, end)
-            end += int(lengths.sum())
-        self._packed_end = end
-
-    def _slide_each(self, layer: int, target: int) -> None:
-        """Slide the rows of a layer one by one."""
-        for head, length in enumerate(self.length[layer].tolist()):
-            self.store.move(int(self.offset[layer, head]), target, length)
-            self.offset[layer, head], self.capacity[layer, head] = target, length
-            target += length
-
-    def _slide_layer(self, layer: int, target: int) -> bool:
-        """Slide the rows of a layer whose heads agree in one go, if they fit the bounce buffer."""
-        heads, length = self.layout.num_kv_heads, int(self.length[layer, 0])
-        if heads * length * self.layout.kept_slot_bytes > self.store.bounce_bytes or not self.agrees(layer):
-            return False
-        first = int(self.offset[layer, 0])
-        stride = int(self.offset[layer, 1]) - first if heads > 1 else length
-        if first != target or stride != length:
-            for table in self.store.tables:
-                width = table.shape[1]
-                bounce = self.store.bounce(table, heads * length)
-                old = table.as_strided((heads, length, width), (stride * width, width, 1), first * width)
-                bounce.view(heads, length, width).copy_(old)
-                table[target : target + heads * length] = bounce
-        self.offset[layer] = target + length * np.arange(heads)
-        self.capacity[layer] = length
-        return True
-
-    def _slide_rows(self, layer: int, target: int) -> None:
-        """Slide the rows of a layer of any lengths: all of them together, so that many short rows take few copies."""
-        lengths, offsets = self.length[layer], self.offset[layer]
-        starts = target + np.cumsum(lengths) - lengths
-        if (starts != offsets).any():
-            slots = np.arange(target, target + int(lengths.sum()))
-            self.store.pack(torch.from_numpy(slots + np.repeat(offsets - starts, lengths)), target)
-        self.offset[layer], self.capacity[layer] = starts, lengths
+        lengths, offsets = self.length[: self._read].reshape(-1), self.offset[: self._read].reshape(-1)
+        starts = self.first + np.cumsum(lengths) - lengths
+        self.store.move_rows(offsets, starts, lengths)
+        self.offset[: self._read] = starts.reshape(self.offset[: self._read].shape)
+        self.capacity[: self._read] = self.length[: self._read]
+        self._packed_end = self.first + int(lengths.sum())
 
     def _gather(self, source: Tensor, chosen: Tensor, target: Tensor) -> None:
         """`target[i] = source[chosen[i]]` for `[columns, head_dim]`, in tiles where the dtype changes on the way."""

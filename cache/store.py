@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,36 +52,44 @@ class Store:
         return self.keys, self.values, self.position[:, None], self.score[:, None]
 
     def move(self, source: int, target: int, count: int) -> None:
-        """Move `count` slots: by memmove, or in tiles through the bounce buffer, so that nothing is spoilt."""
-        if source == target or not count:
-            return
-        if self.overlaps:
-            for table in self.tables:
-                width, start = table.shape[1] * table.element_size(), table.data_ptr()
-                ctypes.memmove(start + target * width, start + source * width, count * width)
-            return
-        for table in self.tables:
-            tile = max(1, self.bounce_bytes // (table.shape[1] * table.element_size()))
-            starts = list(range(0, count, tile))
-            for start in starts if target < source else reversed(starts):
-                size = min(tile, count - start)
-                bounce = self.bounce(table, size)
-                bounce.copy_(table[source + start : source + start + size])
-                table[target + start : target + start + size] = bounce
+        """Move `count` slots; see `move_rows`."""
+        self.move_rows(np.array([source]), np.array([target]), np.array([count]))
 
-    def pack(self, sources: Tensor, target: int) -> None:
-        """Move the slots `sources`, int64 and rising, to `target` and behind it; none of them to the right.
+    def move_rows(self, sources: np.ndarray, targets: np.ndarray, counts: np.ndarray) -> None:
+        """Move rows of slots, all of them to the left or all of them to the right, so that nothing is spoilt.
 
-        They are gathered in tiles; as none moves to the right, a tile's target holds nothing that is still to be read.
+        sources, targets: int64, where rows of `counts` slots begin and are to begin, rising, so that no two overlap.
+        By memmove, a row at a time in the order that reads before it writes; or gathered into the bounce buffer and
+        scattered out of it, in tiles of many rows in that order: two launches a tile and table, however many rows.
         """
-        sources = sources.to(self.device)
+        moving = np.flatnonzero((sources != targets) & (counts > 0))
+        if not len(moving):
+            return
+        sources, targets, counts = sources[moving], targets[moving], counts[moving]
+        left = bool(targets[0] < sources[0])
+        assert ((targets < sources) == left).all(), "rows that move past each other"
+        if self.overlaps:
+            rows = range(len(moving)) if left else reversed(range(len(moving)))
+            for row in rows:
+                self._move(int(sources[row]), int(targets[row]), int(counts[row]))
+            return
+        total = int(counts.sum())
+        within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+        read, write = (torch.from_numpy(np.repeat(starts, counts) + within) for starts in (sources, targets))
+        read, write = read.to(self.device), write.to(self.device)
         for table in self.tables:
             tile = max(1, self.bounce_bytes // (table.shape[1] * table.element_size()))
-            for at in range(0, len(sources), tile):
-                chosen = sources[at : at + tile]
+            tiles = range(0, total, tile)
+            for at in tiles if left else reversed(tiles):
+                chosen = read[at : at + tile]
                 bounce = self.bounce(table, len(chosen))
                 torch.index_select(table, 0, chosen, out=bounce)
-                table[target + at : target + at + len(chosen)] = bounce
+                table.index_copy_(0, write[at : at + tile], bounce)
+
+    def _move(self, source: int, target: int, count: int) -> None:
+        for table in self.tables:
+            width, start = table.shape[1] * table.element_size(), table.data_ptr()
+            ctypes.memmove(start + target * width, start + source * width, count * width)
 
     def bounce(self, table: Tensor, count: int) -> Tensor:
         """`[count, width]` of the one bounce buffer, in the table's dtype."""

@@ -269,9 +269,9 @@ def working_bytes(
         statistics = (attended + tile + rows + 6 * group * prompt_tokens) * FP32
     bounce = 0
     if device.type not in OVERLAPPING:
-        # the bounce buffer grows to the longest layer that is moved: some layers keep about twice the mean
+        # the bounce buffer grows to what is moved at once
         slot = layout.head_dim * layout.kv_dtype.itemsize
-        bounce = min(BOUNCE_BYTES, min(2 * budget, prompt_tokens) * layout.num_kv_heads * slot)
+        bounce = min(BOUNCE_BYTES, min(budget, prompt_tokens) * layout.num_layers * layout.num_kv_heads * slot)
     lasting, reading, scoring = method_bytes(config, cache, layout, prompt_tokens, chunk)
     return max(attention + reading, statistics, scoring) + lasting + tables + bounce
 

@@ -325,3 +325,25 @@ def test_an_arena_says_how_many_bytes_it_takes():
     size = arena_size(layout, budget=16, tokens=100, new_tokens=4)
     arena = Arena(layout, size)
     assert arena.nbytes == arena_bytes(layout, size) == 2 * arena.store.k.nbytes + 8 * arena.position.numel()
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(2, 1), (12, 4)])
+def test_many_rows_move_in_few_copies_where_memory_is_not_memmoved(monkeypatch, layers, heads):
+    """On a GPU a copy is a launch: their number may not depend on how many rows and layers there are."""
+    monkeypatch.setattr(store_module, "OVERLAPPING", frozenset())
+    layout, generator = ArenaLayout(layers, heads, 4, F32, F32), torch.Generator().manual_seed(0)
+    arena = Arena(layout, ArenaSize(layers * heads * 10, heads * 10, layers * heads * 14))
+    arena.begin(layers * heads * 10, 10)
+    for layer in range(layers):
+        arena.keep(layer, fill(arena, layer, 10, 0, generator), None, [10] * heads, None)
+    expected = {}
+    for layer in range(layers):
+        arena.shrink(layer, [7 - layer % 3] * heads)
+        expected |= {(layer, head): [table.clone() for table in arena.row(layer, head)] for head in range(heads)}
+    gathered, select = [], torch.index_select
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "index_select", lambda *args, **named: (gathered.append(1), select(*args, **named))[1])
+        arena.finish(np.full((layers, heads), 3))
+    assert len(gathered) == 2 * 4, "to the left, and to the right: one for each table"
+    for row, tables in expected.items():
+        assert all(torch.equal(one, other) for one, other in zip(tables, arena.row(*row), strict=True)), row
