@@ -26,7 +26,8 @@ from .loading import (
     cache_config,
     load_engine,
 )
-from .memory import check_memory, plan_run, weights_of
+from .memory import plan_run, weights_of
+from .memory_limit import check_memory
 from .options import EngineOptions
 from .pieces import piece_size, prompt_pieces
 from .piecewise import check_pieces

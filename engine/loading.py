@@ -26,7 +26,7 @@ from ..models.tokenizer import Tokenizer
 from ..models.weights import load_decoder, random_decoder
 from .attention import choose_attention
 from .attention.choose import Setting
-from .memory import check_download
+from .memory_limit import check_download
 from .options import EngineOptions
 from .results import Progress
 from .runner import Runner

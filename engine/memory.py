@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from ..cache.budget import DEFAULT_BUDGET, Budget, parse_bytes, size_text
+from ..cache.budget import DEFAULT_BUDGET, Budget, parse_bytes
 from ..cache.config import CacheConfig
 from ..cache.layout import (
     ArenaLayout,
@@ -18,30 +17,26 @@ from ..cache.layout import (
     after_turn,
     arena_size,
     budget_within,
+    kept_bytes,
     packed_bytes,
     shared_size,
 )
 from ..cache.store import BOUNCE_BYTES, OVERLAPPING
-from ..errors import MemoryLimit, OptionError, WeightsError
-from ..models.config import ModelConfig, read_config
+from ..errors import OptionError, WeightsError
+from ..models.config import ModelConfig
 from ..models.headers import tensor_headers
 from ..models.packed import quantised_bytes
 from ..models.parameters import layer_parameters
 from ..models.products import product_dtype
 from ..models.weights import DTYPES, weight_bytes
 from ..models.workspace import widest, workspace_elements
-from .available import Available, available_memory
 from .method_memory import method_bytes
 from .precision import arena_layout, kv_dtype
 from .window import FEWEST_COLUMNS
 
-log = logging.getLogger(__name__)
-
 FP32 = 4
 # floats in a tile of the statistics' logits, per thread (cache/scores.py)
 STATISTICS_TILE = 1 << 17
-# a run that takes more than this share of what is free is announced
-NEAR_LIMIT = 0.9
 
 
 @dataclass(frozen=True)
@@ -149,7 +144,7 @@ def plan_run(
             device=torch.device(device),
         ),
         products=product_bytes(config, min(chunk, prompt_tokens)) if torch.device(device).type == "cpu" else 0,
-        undo=0 if conversation is None else 2 * (rows * held * layout.kept_slot_bytes + ring),
+        undo=0 if conversation is None else 2 * (rows * kept_bytes(layout, held, marks=True) + ring),
     )
 
 
@@ -283,49 +278,3 @@ def product_bytes(config: ModelConfig, chunk: int) -> int:
     4096 and 14336: about two results of the widest product.
     """
     return 2 * chunk * widest(config) * FP32
-
-
-def check_memory(plan: Plan, available: Available | None) -> None:
-    """Logs a warning if the run comes near the limit. Raises MemoryLimit with both figures if it cannot fit."""
-    if available is None or plan.total <= NEAR_LIMIT * available.bytes:
-        return
-    need, free = size_text(plan.total), size_text(available.bytes)
-    parts = f"weights {size_text(plan.weights)}, KV arena {size_text(plan.arena)}, the rest {size_text(plan.transient)}"
-    if plan.total <= available.bytes:
-        log.warning("this run needs %s (%s) of the %s that %s has free", need, parts, free, available.limit)
-        return
-    raise MemoryLimit(
-        f"this run needs {need} ({parts}), but {available.limit} has {free} free: "
-        "take a smaller model, a smaller budget or a shorter prompt, or free memory"
-    )
-
-
-def check_download(
-    folder: Path | None,
-    nbytes: int,
-    cache: CacheConfig,
-    *,
-    dtype: str | None,
-    chunk: int,
-    device: torch.device | str = "cpu",
-) -> None:
-    """`check_memory` before `nbytes` of weights are fetched, for a prompt of one chunk: nobody knows the prompt yet.
-
-    `folder` has the config.json; None where only the size is known.
-    """
-    if folder is None:
-        plan = Plan(0, 0, None, weights=nbytes, arena=0, kept=0, staging=0, hidden=0, widened=0, chunk=0)
-    else:
-        config = read_config(folder)
-        weights, stored = weights_of(None, config, dtype)
-        plan = plan_run(
-            config,
-            cache,
-            weights=weights if dtype else nbytes,
-            stored=stored,
-            prompt_tokens=chunk,
-            new_tokens=1,
-            chunk=chunk,
-            device=device,
-        )
-    check_memory(plan, available_memory(str(device)))

@@ -15,7 +15,8 @@ from .batch import Batch
 from .document import Document
 from .encoding import listed_ids
 from .generation import GenerationConfig
-from .memory import NEAR_LIMIT, plan_run, together_within
+from .memory import plan_run, together_within
+from .memory_limit import NEAR_LIMIT
 from .pieces import piece_size
 from .reply import OnProgress, Written, tell_if_raised, wait_reporter
 from .results import Piece, Progress, Result, collect

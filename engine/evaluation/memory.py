@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from ...cache.budget import size_text
 from ...cache.config import CacheConfig
 from ..available import available_memory
-from ..memory import check_memory, plan_run, weights_of
+from ..memory import plan_run, weights_of
+from ..memory_limit import check_memory
 from .own_prefill import bytes_of_own
 from .replay import ROWS_AT_ONCE
 

@@ -10,7 +10,8 @@ from ...errors import MemoryLimit
 from ..available import available_memory
 from ..engine import Engine
 from ..generation import GenerationConfig
-from ..memory import NEAR_LIMIT, plan_run
+from ..memory import plan_run
+from ..memory_limit import NEAR_LIMIT
 from ..sequence import Sequence
 from ..window import FEWEST_COLUMNS
 from .options import ServeOptions

@@ -14,11 +14,12 @@ import torch
 from cake_infer import cli
 from cake_infer.cache.budget import size_text
 from cake_infer.cache.config import CacheConfig
-from cake_infer.engine import memory
+from cake_infer.engine import memory, memory_limit
 from cake_infer.engine.available import Available, available_memory
 from cake_infer.engine.batch import Batch
 from cake_infer.engine.engine import Engine
-from cake_infer.engine.memory import Plan, check_download, check_memory, plan_run, weights_of
+from cake_infer.engine.memory import Plan, plan_run, weights_of
+from cake_infer.engine.memory_limit import check_download, check_memory
 from cake_infer.errors import MemoryLimit
 from cake_infer.models.config import read_config
 from cake_infer.models.registry import ALIASES
@@ -562,8 +563,10 @@ def test_a_run_near_the_limit_is_announced_and_another_is_not(caplog: pytest.Log
 def test_the_one_shot_command_meets_the_limit_before_a_weight_is_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(memory, "available_memory", lambda device="cpu": Available(1000, "this machine"), raising=True)
-    monkeypatch.setattr("cake_infer.engine.engine.available_memory", memory.available_memory)
+    monkeypatch.setattr(
+        memory_limit, "available_memory", lambda device="cpu": Available(1000, "this machine"), raising=True
+    )
+    monkeypatch.setattr("cake_infer.engine.engine.available_memory", memory_limit.available_memory)
     monkeypatch.setattr("cake_infer.engine.loading.load_decoder", lambda *a, **k: pytest.fail("weights were read"))
     for arguments in (["--prompt", "x"], ["chat"]):
         assert cli.main([*arguments, "--model", str(folder)]) == 1
@@ -577,12 +580,14 @@ def test_a_download_meets_the_limit_before_it_begins(
 ) -> None:
     folder, cache = checkpoint(), CacheConfig()
     nbytes = weights_of(None, read_config(folder), None)[0]
-    monkeypatch.setattr(memory, "available_memory", lambda device="cpu": Available(nbytes + MIB, "this machine"))
+    monkeypatch.setattr(memory_limit, "available_memory", lambda device="cpu": Available(nbytes + MIB, "this machine"))
     with pytest.raises(MemoryLimit):
         check_download(folder, nbytes, cache, dtype=None, chunk=512)
     with pytest.raises(MemoryLimit):
         check_download(None, nbytes + 2 * MIB, cache, dtype=None, chunk=512)
-    monkeypatch.setattr(memory, "available_memory", lambda device="cpu": Available(nbytes + 64 * MIB, "this machine"))
+    monkeypatch.setattr(
+        memory_limit, "available_memory", lambda device="cpu": Available(nbytes + 64 * MIB, "this machine")
+    )
     check_download(folder, nbytes, cache, dtype=None, chunk=512)
     with pytest.raises(MemoryLimit):
         check_download(folder, nbytes + 100 * MIB, cache, dtype=None, chunk=512)
