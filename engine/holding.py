@@ -32,7 +32,7 @@ def held_attention(
     Rows at their limit then give up a slot, or are cut back where the rule works at intervals; others grow by one.
     """
     assert sequence.limit is not None, "a rule was chosen for rows without a limit"
-    position, sliding = sequence.total, decoder.config.sliding_windows[layer]
+    position = sequence.total
     group = queries.shape[0] // arena.layout.num_kv_heads
     rows, outputs = [], []
     for head in range(arena.layout.num_kv_heads):
@@ -40,20 +40,54 @@ def held_attention(
         scores = _scores(arena, layer, head, extra=1)
         keys[:, -1], values[:, -1], positions[:, -1] = new_keys[head], new_values[head], position
         scores[-1] = 0.0
-        hidden = None
-        if sliding is not None:
-            at = torch.tensor([position], device=positions.device)
-            hidden = ~SlidingMask(sliding, at, positions).visible(1)[:, 0, 0]
         part = queries[head * group : (head + 1) * group]
-        output, weights = decode_attention(part, keys, values, scale=decoder.scale, hidden=hidden)
+        output, weights = _attend(decoder, layer, position, part, keys, values, positions)
         outputs.append(output)
         rows.append(HeldRow(weights[0], positions[0], scores))
     if isinstance(rule, OneByOne) and rule.every == 1:
         _give_up(arena, layer, rows, rule.losers(rows, position, window), sequence)
     else:
         arena.length[layer] += 1
-        _cut_back(decoder, arena, layer, rows, sequence, window, rule)
+        _cut_back(decoder, arena, layer, rows, sequence, position + 1, window, rule)
     return torch.cat(outputs)
+
+
+def cut_grown(decoder: Decoder, arena: Arena, sequence: Sequence, window: int, rule: HoldRule) -> None:
+    """Between two steps of any runner: cut rows that have grown by the rule's interval beyond their limit.
+
+    For rules that ask for nothing but at their cuts. The newest query's attention is worked anew from the ring.
+    """
+    assert sequence.limit is not None
+    assert sequence.ring is not None, "a rule needs the votes of a sequence"
+    newest, cut = sequence.total - 1, False
+    for layer in range(arena.layout.num_layers):
+        if not (arena.length[layer] >= sequence.limit[layer] + rule.every).any():
+            continue
+        cut, rows = True, []
+        queries = sequence.ring.read(layer, sequence.total)[0][:, -1]  # [heads, head_dim]
+        group = queries.shape[0] // arena.layout.num_kv_heads
+        for head in range(arena.layout.num_kv_heads):
+            keys, values, positions = (table[None] for table in arena.row(layer, head))
+            scores = _scores(arena, layer, head)
+            if rule.keeps_scores:  # a step leaves none with a newcomer
+                scores.masked_fill_(positions[0] >= sequence.read, 0.0)
+            part = queries[head * group : (head + 1) * group]
+            weights = _attend(decoder, layer, newest, part, keys, values, positions)[1]
+            rows.append(HeldRow(weights[0], positions[0], scores))
+        _cut_back(decoder, arena, layer, rows, sequence, sequence.total, window, rule)
+    if cut and rule.keeps_scores:
+        sequence.read = sequence.total
+
+
+def _attend(
+    decoder: Decoder, layer: int, position: int, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention of one KV head's queries `[group, head_dim]` at a position: the output, and weights `[1, group, n]`."""
+    sliding, hidden = decoder.config.sliding_windows[layer], None
+    if sliding is not None:
+        at = torch.tensor([position], device=positions.device)
+        hidden = ~SlidingMask(sliding, at, positions).visible(1)[:, 0, 0]
+    return decode_attention(queries, keys, values, scale=decoder.scale, hidden=hidden)
 
 
 def start_rule(arena: Arena, rule: HoldRule, *, goes_on: bool) -> None:
@@ -91,15 +125,16 @@ def _cut_back(
     layer: int,
     rows: list[HeldRow],
     sequence: Sequence,
+    total: int,
     window: int,
     rule: HoldRule,
 ) -> None:
-    """Cut rows that have grown by the rule's interval beyond their limit."""
+    """Cut rows that have grown by the rule's interval beyond their limit, the newest token being the `total`-th."""
     assert sequence.limit is not None
     due = arena.length[layer] >= sequence.limit[layer] + rule.every
     worth = None
     if isinstance(rule, OneByOne) and (rule.keeps_scores or due.any()):
-        worth = rule.worth(rows, sequence.total)
+        worth = rule.worth(rows, total - 1)
     for head in due.nonzero()[0].tolist():
         limit = int(sequence.limit[layer, head])
         keys, values, positions = arena.row(layer, head)
@@ -111,7 +146,7 @@ def _cut_back(
             assert isinstance(rule, AtIntervals)
             assert sequence.ring is not None
             group = sequence.ring.heads // arena.layout.num_kv_heads
-            own = sequence.ring.read(layer, sequence.total + 1)[0][head * group : (head + 1) * group]
+            own = sequence.ring.read(layer, total)[0][head * group : (head + 1) * group]
             chosen, kept = rule.cut(keys, positions, scores, own, decoder.scale, limit, window)
         for table in (keys, values, positions):
             table[:limit] = table[chosen]

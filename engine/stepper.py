@@ -23,6 +23,7 @@ from .sequence import Sequence
 
 if TYPE_CHECKING:
     from .compiled import CompiledStep
+    from .interval_step import IntervalStep
 
 log = logging.getLogger(__name__)
 
@@ -123,15 +124,17 @@ def make_step(
         wanted = "eager"
     if wanted != "eager":
         from .compiled import CompiledStep
+        from .interval_step import IntervalStep, is_cut_between
 
         try:
-            if rule is not None:
-                raise BackendError("hold_by has no compiled form but for attention at every step: it must be eager")
+            if rule is not None and not is_cut_between(rule):
+                raise BackendError("hold_by has no compiled form but for attention, and for intervals of most rules")
             if kv_bits is not None:
                 raise BackendError(f"the compiled step {NO_PACKED}")
             if attention.name != Sdpa.name:
                 raise BackendError(f"the compiled step has its own attention: leave {attention.name} out, or step")
-            return CompiledStep(decoder, kv_dtype, threads)
+            step = CompiledStep(decoder, kv_dtype, threads)
+            return step if rule is None else IntervalStep(step, decoder, rule)
         except BackendError as error:
             if wanted == "compiled":
                 raise
@@ -168,7 +171,7 @@ class EagerBatchStep:
 class CompiledBatchStep:
     """The compiled step for all at once: what it gives is bit for bit what each would get alone."""
 
-    def __init__(self, step: CompiledStep) -> None:
+    def __init__(self, step: CompiledStep | IntervalStep) -> None:
         self._step = step
 
     def __call__(
@@ -182,6 +185,7 @@ def make_batch_step(decoder: Decoder, step: Step) -> BatchStep:
     if isinstance(step, EagerStep):
         return EagerBatchStep(decoder, step.attention, step.rule)
     from .compiled import CompiledStep
+    from .interval_step import IntervalStep
 
-    assert isinstance(step, CompiledStep)
+    assert isinstance(step, (CompiledStep, IntervalStep))
     return CompiledBatchStep(step)

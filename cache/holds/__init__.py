@@ -1,6 +1,6 @@
 """The hold rules by name: what a row at its limit gives up while a reply is written. No torch here; a class is imported
 when decoding begins. `attention` is the engine's own rule, which every runner of a step has, one slot for each token;
-the others, and intervals, run in plain torch."""
+what looks at each step in another way runs in plain torch."""
 
 from __future__ import annotations
 

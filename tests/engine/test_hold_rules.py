@@ -240,11 +240,47 @@ def test_a_rule_has_no_compiled_form_and_says_so_once(tmp_path, write_checkpoint
     assert runner.step is runner.step
     assert [record.message for record in caplog.records if "plain torch" in record.message] == [
         "decoding runs in plain torch, several times slower: "
-        "hold_by has no compiled form but for attention at every step: it must be eager"
+        "hold_by has no compiled form but for attention, and for intervals of most rules"
     ]
     forced = make_runner(folder, decode_policy="hold", hold_by="tova", step="compiled")
     with pytest.raises(BackendError, match="hold_by has no compiled form"):
         _ = forced.step
     assert type(make_runner(folder, decode_policy="hold", hold_by="attention").step).__name__ != "EagerStep"
-    at_intervals = make_runner(folder, decode_policy="hold", hold_by="attention,interval=2")
-    assert type(at_intervals.step).__name__ == "EagerStep"
+    for by, step in (
+        ("attention,interval=2", "IntervalStep"),
+        ("g-kv", "IntervalStep"),
+        ("h2o,interval=2", "EagerStep"),
+    ):
+        assert type(make_runner(folder, decode_policy="hold", hold_by=by).step).__name__ == step, by
+
+
+@pytest.mark.parametrize("name", ["attention", "tova", "cake", "streaming-llm", "g-kv", "r-kv"])
+@pytest.mark.parametrize("options", [{}, {"model_type": "mistral", "sliding_window": 30}], ids=["plain", "sliding"])
+def test_compiled_steps_with_cuts_between_them_are_those_of_plain_torch(
+    tmp_path, write_checkpoint, make_runner, random_ids, kept_positions, name, options
+):
+    folder = write_checkpoint(tmp_path / "model", **options)
+    found = {}
+    for step in ("eager", "compiled"):
+        runner = make_runner(
+            folder,
+            budget=BUDGET,
+            window=WINDOW,
+            heads="adaptive",
+            decode_policy="hold",
+            hold_by=f"{name},interval=5",
+            step=step,
+        )
+        sequence, seen = Sequence(), []
+        for turn, prompt in enumerate((70, 9)):  # the second turn goes on from held rows
+            start(runner, sequence, random_ids(prompt, seed=turn), 30)
+            arena = runner.tenancy.arena
+            for token in random_ids(28, seed=10 + turn):
+                with torch.inference_mode():
+                    logits = runner.step(arena, sequence, token, window=WINDOW)
+                seen.append((logits, {row: sorted(held) for row, held in kept_positions(runner).items()}))
+                assert (arena.length <= arena.capacity).all()
+        found[step] = seen
+    for (logits, held), (other, same) in zip(found["eager"], found["compiled"], strict=True):
+        assert held == same
+        torch.testing.assert_close(logits, other, rtol=0, atol=1e-4)
