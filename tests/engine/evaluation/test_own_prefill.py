@@ -32,7 +32,8 @@ def cell(runner, options, budget=BUDGET):
 
 def real_rows(make_runner, folder, ids, options, step="eager"):
     """A runner that has read the prompt with the policy as its own, and the sequence."""
-    runner, sequence = make_runner(folder, budget=BUDGET, window=WINDOW, step=step, **options), Sequence()
+    budget = {} if options["policy"] == "full" else {"budget": BUDGET}
+    runner, sequence = make_runner(folder, window=WINDOW, step=step, **budget, **options), Sequence()
     logits = runner.feed(sequence, ids, runner.prepare(sequence, len(ids), 20))
     return runner, sequence, logits
 
@@ -67,7 +68,7 @@ def test_the_figures_are_those_of_decoding_over_the_merged_rows(folder, make_run
     cells = [cell(runner, one) for one in [*MERGING, *plain]]
     found = fidelity(runner, Example(tuple(prefix), tuple(question)), cells, tokens=tokens)
     continuation = []
-    full, sequence, logits = real_rows(make_runner, folder, prefix, {"policy": "full"} | {})
+    full, sequence, logits = real_rows(make_runner, folder, prefix, {"policy": "full"})
     with torch.inference_mode():
         expected = []
         for token in question:
