@@ -173,7 +173,7 @@ def test_rest_kv_pools_wider_and_further_on_the_way_that_attention_wanders(
             pooled += around @ moved / width / GROUP
         expected.append(pooled)
     scene.compare(score(scene, "rest-kv", budget, drift=drift), expected)
-    assert steps != {0} or drift == 7 or scene.total < 30, "attention stays: nothing was tested"
+    assert drift > 1 or steps != {0}, "attention stays: nothing was tested"
 
 
 @pytest.mark.parametrize("power", [1, 2])
