@@ -88,7 +88,7 @@ def test_budgets_that_cannot_hold_are_budget_errors(options: dict[str, Any], say
         ({"hold_by": "h2o"}, "hold_by has no effect with the decode policy grow"),
         ({"decode_policy": "hold", "hold_by": "magic"}, "unknown hold rule 'magic': choose one of attention, tova"),
         ({"policy_options": ("interval=3",)}, "has the option 'interval'"),
-        ({"decode_policy": "hold", "hold_by": "h2o,pool=3"}, "hold rule h2o has no option 'pool': it has recent, interval"),
+        ({"decode_policy": "hold", "hold_by": "h2o,pool=3"}, "hold rule h2o has no option 'pool': it has recent"),
         ({"decode_policy": "hold", "hold_by": "h2o,interval=0"}, "interval must be a whole number of at least 1"),
         ({"decode_policy": "hold", "hold_by": "h2o,interval"}, "give NAME=VALUE"),
         ({"hold_by": "h2o,interval=3"}, "hold_by has no effect with the decode policy grow"),
