@@ -109,6 +109,9 @@ def command_line(args: argparse.Namespace, policy: Combination, budget: str, len
             words += [f"--{name.replace('_', '-')}", str(value)]
     config = policy.config
     words += ["--policy", config.policy]
+    if config.kv_bits is not None:
+        words += ["--kv-bits", str(config.kv_bits)]
+        words += ["--window", str(args.window)] if config.policy == "full" else []
     if config.policy != "full":
         words += ["--budget", budget, "--window", str(config.window)]
         for part in PARTS:

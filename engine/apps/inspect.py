@@ -40,6 +40,9 @@ def conflict(args: argparse.Namespace, given: set[str]) -> str | None:
     """Why these flags do not go together, or None."""
     if args.raw and args.system is not None:
         return "--system has no effect with --raw: write it into the text"
+    for policy in Comparison.of(args).policies:
+        if policy.config.kv_bits is not None:
+            return f"kv_bits has no effect here: {policy.text} keeps the tokens that it would keep without"
     return comparison_conflict(args, given)
 
 

@@ -60,6 +60,7 @@ class Kept:
         order = torch.arange(tokens, device=device).roll(inside).expand(kv_heads, -1)  # the window comes first
         for layer in range(layers):
             kept.add(order, [[tokens] * kv_heads] * (layer + 1))
+            kept.preferences.append(1.0)
         return kept
 
     def numbers(self, layer: int, head: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -137,6 +137,9 @@ def planned(engine: Engine, prompt_tokens: int, new_tokens: int, batch: int = 1)
         (1500, 128, "bfloat16", {}, CacheConfig(budget=256, decode_policy="hold")),
         (1500, 128, "bfloat16", {}, CacheConfig(kv_memory="2MiB")),
         (1500, 128, "bfloat16", {}, CacheConfig(budget="10%", window=64)),
+        (1500, 128, "bfloat16", {}, CacheConfig(budget=256, kv_bits=4)),
+        (1500, 128, "bfloat16", {}, CacheConfig(policy="full", kv_bits=2)),
+        (1500, 128, "bfloat16", {}, CacheConfig(kv_memory="1MiB", kv_bits=8)),
         (1500, 128, "bfloat16", {"model_type": "qwen3"}, CacheConfig(budget=256)),
         (1500, 128, "bfloat16", {"model_type": "mistral", "sliding_window": 400}, CacheConfig(budget=256)),
     ],
@@ -165,6 +168,7 @@ def test_the_plan_is_within_5_percent_of_what_is_alive_at_the_peak(
         ({}, CacheConfig(budget=256)),
         ({}, CacheConfig(budget=256, decode_policy="hold", kv_dtype="bfloat16")),
         ({}, CacheConfig(policy="full")),
+        ({}, CacheConfig(budget=256, kv_bits=4)),
         ({}, CacheConfig(budget=256, kv_memory="1700KiB")),
     ],
 )
@@ -196,6 +200,24 @@ def test_the_plan_takes_the_weights_from_the_headers_of_the_files(
     assert weights_of(folder, config, None) == (nbytes, torch.float16)
     assert weights_of(folder, config, "float32") == (2 * nbytes, torch.float32)
     assert weights_of(None, config, None) == (2 * nbytes, torch.float32), "the config alone says float32"
+
+
+def test_bits_make_room_for_more_tokens_in_the_same_memory(checkpoint: Callable[..., Path]) -> None:
+    budgets, limit = [], 9 * 2**20
+    for bits in (None, 8, 4, 2):
+        plan = plan_run(
+            read_config(checkpoint(head_dim=64)),
+            CacheConfig(kv_memory=limit, kv_bits=bits),
+            weights=0,
+            stored=torch.bfloat16,
+            prompt_tokens=3000,
+            new_tokens=4,
+            chunk=128,
+        )
+        assert plan.arena <= limit
+        budgets.append(plan.budget)
+    assert budgets == sorted(budgets)
+    assert budgets[2] > 1.8 * budgets[0]
 
 
 def test_a_percentage_below_the_window_is_planned_as_the_window(checkpoint: Callable[..., Path]) -> None:

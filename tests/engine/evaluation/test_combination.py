@@ -16,6 +16,13 @@ def test_a_name_with_parts_and_options():
     assert found.config.choice.allocation.name == "cake"
 
 
+def test_bits_go_with_any_policy():
+    for text in ("full,kv_bits=2", "cake,heads=adaptive,kv_bits=2"):
+        found = Combination.parse(text, 16)
+        assert (found.text, found.config.kv_bits, found.config.window) == (text, 2, 16)
+    assert Combination.parse("cake", 16).config.kv_bits is None
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -26,6 +33,7 @@ def test_a_name_with_parts_and_options():
         ("cake,sinks=3", "no part of the policy cake has the option 'sinks'"),
         ("cake,gamma=1,gamma=2", "gives gamma twice"),
         ("full,gamma=2", "no effect with the policy full"),
+        ("cake,kv_bits=3", "no known kv_bits: 8, 4, 2"),
     ],
 )
 def test_what_means_nothing_is_refused(text, message):

@@ -181,7 +181,8 @@ def test_speed_runs_each_policy_in_a_process_of_its_own_by_turns(tmp_path, capsy
 
     monkeypatch.setattr(eval_speed, "one_run", one_run)
     words = ["eval", "speed", "--lengths", "100", "--tokens", "4", "--repeats", "2", "--out", str(tmp_path)]
-    words += ["--policy", "full", "snapkv,allocation=cake,pool=9", "--budget", "64", "--quant", "int8", "--model", "m"]
+    words += ["--policy", "full", "snapkv,allocation=cake,pool=9,kv_bits=4", "--budget", "64"]
+    words += ["--quant", "int8", "--model", "m"]
     assert cli.main(words) == 0
     assert len(commands) == 4
     names = [command[command.index("--policy") + 1] for command in commands]
@@ -196,6 +197,7 @@ def test_speed_runs_each_policy_in_a_process_of_its_own_by_turns(tmp_path, capsy
         "--budget 64",
         "--allocation cake",
         "--policy-option pool=9",
+        "--kv-bits 4",
         "--quant int8",
         "--model m",
         "--tuning off",
