@@ -38,8 +38,13 @@ class Setting:
         encoded = encode_rows(self.engine, self.args, rows, after, answer_tokens, self.console)
         return [Item(row.name, one, {"task": row.task}) for row, one in encoded]
 
-    def fill(self, items: Sequence[Item], compute: Compute, *, after: int, **key: int) -> Records:
-        """The records of this run, old ones and new ones. key: fields of the results' keys that are not the usual."""
+    def fill(
+        self, items: Sequence[Item], compute: Compute, *, after: int, replies: bool = False, **key: int
+    ) -> Records:
+        """The records of this run, old ones and new ones.
+
+        replies: policies write them from caches of their own. key: fields of the results' keys that are not the usual.
+        """
         from ..evaluation.campaign import Campaign
 
         campaign = Campaign(
@@ -51,7 +56,7 @@ class Setting:
             self.console.notice,
             console_progress(self.console),
         )
-        return campaign.run(items, compute, after=after)
+        return campaign.run(items, compute, after=after, replies=replies)
 
 
 def compare(

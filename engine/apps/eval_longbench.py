@@ -89,7 +89,7 @@ def measure(setting: Setting, found: Sequence[Row]) -> Records:
         return [{"reply": reply, "score": score(row.task, reply, row.answers, row.classes)} for reply in replies]
 
     items = setting.items(found, after=after, answer_tokens=64)
-    return setting.fill(items, compute, after=after, new_tokens=args.tokens or 0)
+    return setting.fill(items, compute, after=after, new_tokens=args.tokens or 0, replies=True)
 
 
 def report(

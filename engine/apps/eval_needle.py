@@ -147,7 +147,7 @@ def measure(setting: Setting, hay: Sequence[str] | None) -> Records:
         replies = [tokenizer.decode(ids) for ids in said]
         return [{"reply": reply, "score": hunts[item.name].score(reply)} for reply in replies]
 
-    return setting.fill(items, compute, after=args.tokens, new_tokens=args.tokens)
+    return setting.fill(items, compute, after=args.tokens, new_tokens=args.tokens, replies=True)
 
 
 def report(

@@ -57,10 +57,11 @@ class Campaign:
     notice: Callable[[str], None]
     progress: Callable[[int, int, str], None]
 
-    def run(self, items: Sequence[Item], compute: Compute, *, after: int) -> list[Record]:
+    def run(self, items: Sequence[Item], compute: Compute, *, after: int, replies: bool = False) -> list[Record]:
         """Fill the ledger; returns the records that belong to this run, in order of items, policies and budgets.
 
-        `after`: the most tokens that are fed on top of a prompt beside its suffix. Raises MemoryLimit before anything
+        `after`: the most tokens that are fed on top of a prompt beside its suffix. replies: every policy writes them
+        from a cache of its own. Raises MemoryLimit before anything
         is read where the longest prompt does not fit.
         """
         wanted = [
@@ -86,7 +87,7 @@ class Campaign:
                     "for each budget"
                 )
             cells = [make_cell(self.engine.runner, one, budget, longest) for one in own for budget in self.budgets]
-            self.notice(check_study(self.engine, longest, fed, configs, len(self.budgets), cells))
+            self.notice(check_study(self.engine, longest, fed, configs, len(self.budgets), cells, replies=replies))
         self._measure(todo, compute)
         found = [self.ledger.get(key) for of_item in wanted for key in of_item]
         return [record for record in found if record is not None]

@@ -28,11 +28,14 @@ def check_study(
     policies: Sequence[CacheConfig],
     budgets: int,
     merging: Sequence[Cell] = (),
+    *,
+    replies: bool = False,
 ) -> str:
     """A line that says what the longest prompt needs: `tokens` read, `after` fed on top of them.
 
-    merging: the cells of policies that merge, which are read on their own, and whose rows are held. Raises MemoryLimit
-    if it does not fit.
+    merging: the cells of policies that merge, which are read on their own, and whose rows are held. replies: they are
+    written from caches of their own, which together hold as much as the full one, and come out of it by way of a copy.
+    Raises MemoryLimit if it does not fit.
     """
     config, chunk = engine.config, engine.chunk
     weights, stored = weights_of(
@@ -55,7 +58,7 @@ def check_study(
     wide = 2 * config.hidden_size + 2 * config.intermediate_size + 3 * config.num_heads * config.head_dim
     fed = max(ROWS_AT_ONCE, 2 * after) * wide * FP32
     logits = 4 * 2 * after * config.vocab_size * FP32
-    own = scores + orders + queries + fed + logits
+    own = scores + orders + queries + fed + logits + (2 * plan.arena if replies else 0)
     if merging:
         pairs = [(cell.policy, cell.budget) for cell in merging if cell.budget is not None and cell.budget < tokens]
         own += bytes_of_own(engine.runner, pairs, tokens)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from cake_infer.cache.config import CacheConfig
 from cake_infer.cache.policies import make_policy
-from cake_infer.engine.evaluation import replies
+from cake_infer.engine.engine import Engine
+from cake_infer.engine.evaluation import memory, replies
 from cake_infer.engine.evaluation.replies import greedy_replies
 from cake_infer.engine.evaluation.study import Cell, read
 from cake_infer.engine.sequence import Sequence
@@ -85,3 +86,12 @@ def test_a_stop_token_is_left_out_and_an_end_of_ones_own_is_not(tmp_path, write_
     assert found == [whole[:3], other[:3]]
     found = greedy_replies(runner, reading, [None], [], 1, not_first=frozenset(whole[:1]))
     assert whole[0] not in found[0]
+
+
+def test_the_caches_that_replies_are_written_from_are_counted(model_folder, monkeypatch):
+    plans = []
+    monkeypatch.setattr(memory, "check_memory", lambda plan, available: plans.append(plan))
+    with Engine.load(model_folder(), policy="full", step="eager") as engine:
+        for written in (False, True):
+            memory.check_study(engine, 300, 20, [], 1, replies=written)
+    assert plans[1].chunk - plans[0].chunk == 2 * plans[0].arena > 0
