@@ -12,7 +12,7 @@ from ...cache.budget import Budget
 from ...cache.config import CacheConfig
 from ...cache.policies import DEFAULT_WINDOW
 from ...errors import OptionError
-from ..evaluation.combination import Combination, budgets, combinations
+from ..evaluation.combination import Combination, budgets, combinations, merging
 from ..evaluation.ledger import KEY
 from ..options import positive_count
 from .console import Console
@@ -145,15 +145,18 @@ class Comparison:
         return [one.text for one in self.policies]
 
 
-def comparison_conflict(args: argparse.Namespace, given: set[str]) -> str | None:
-    """Why these flags do not go together, or None."""
+def comparison_conflict(args: argparse.Namespace, given: set[str], *, real_runs: bool = False) -> str | None:
+    """Why these flags do not go together, or None. real_runs: every policy runs as it would outside of a comparison."""
     if args.random_weights is not None:
         for name in ("model", "revision"):
             if name in given:
                 return f"--{name} has no effect with --random-weights"
     if args.own_windows and "window" in given:
         return "--window and --own-windows both set the windows: give one"
-    Comparison.of(args)
+    comparison = Comparison.of(args)
+    for policy in [] if real_runs else merging(comparison.policies):
+        if policy.config.kv_bits is not None:
+            return f"no comparison packs the rows of a merging policy: leave kv_bits or the merge out of {policy.text}"
     return None
 
 

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def conflict(args: argparse.Namespace, given: set[str]) -> str | None:
     """Why these flags do not go together, or None."""
-    return comparison_conflict(args, given)
+    return comparison_conflict(args, given, real_runs=True)
 
 
 def run(args: argparse.Namespace, load: object = None) -> int:

@@ -247,3 +247,12 @@ def test_the_page_says_of_every_token_which_rows_kept_it(go, tmp_path, capsys):
     capsys.readouterr()
     assert go("inspect", *words, "--raw", "--system", "x") == 2
     assert "--system has no effect with --raw" in capsys.readouterr().err
+
+
+def test_bits_are_not_accepted_where_they_would_not_be_applied(tmp_path, capsys):
+    for words, reason in (
+        (["eval", "fidelity", "--rows", str(tmp_path)], "no comparison packs the rows of a merging policy"),
+        (["inspect", "--prompt", "a text"], "kv_bits has no effect here"),
+    ):
+        assert cli.main([*words, "--policy", "d2o,kv_bits=4", "--out", str(tmp_path / "out")]) == 2
+        assert reason in capsys.readouterr().err
