@@ -29,6 +29,11 @@ class IntervalStep:
         assert is_cut_between(rule), "this rule looks at every step"
         self._step, self._decoder, self._rule = step, decoder, rule
 
+    @property
+    def at_hand(self) -> bool:
+        """As the compiled step's."""
+        return self._step.at_hand
+
     def __call__(self, arena: Arena, sequence: Sequence, token: int, *, window: int) -> Tensor:
         """Feed one token. Returns the next token's logits fp32 `[vocab]`."""
         return self.batch([arena], [sequence], [token], window=window)[0]

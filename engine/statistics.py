@@ -154,8 +154,10 @@ def _size(nbytes: int) -> str:
 
 
 def _sizes(part: int, whole: int) -> str:
-    """Both in the unit of the larger one."""
+    """Both in the unit of the larger one, unless the smaller would come to next to nothing in it."""
     for unit, name in _UNITS:
         if whole >= unit:
+            if 0 < part < unit / 2:
+                return f"{_sizes(part, part).partition(' of ')[2]} of {whole / unit:.1f} {name}"
             return f"{part / unit:.1f} of {whole / unit:.1f} {name}"
     return f"{part} of {whole} B"

@@ -78,10 +78,15 @@ def test_mean_length_is_over_all_rows() -> None:
     assert mean_length(()) == 0.0
 
 
-def test_sizes_share_a_unit() -> None:
-    line = Statistics(kept_tokens=1, full_tokens=2, kept_bytes=100, full_bytes=2**31, peak_memory=3 * 2**30).line()
-    assert "0.0 of 2.0 GiB" in line
-    assert "peak 3.0 GiB" in line
+def test_sizes_share_a_unit_unless_one_would_be_next_to_nothing_in_it() -> None:
+    def line(kept: int) -> str:
+        return Statistics(kept_tokens=1, full_tokens=2, kept_bytes=kept, full_bytes=2**31, peak_memory=3 * 2**30).line()
+
+    assert "22.5 MiB of 2.0 GiB" in line(45 * 2**19)
+    assert "100 B of 2.0 GiB" in line(100)
+    assert "1.5 of 2.0 GiB" in line(3 * 2**29)
+    assert "0.0 of 2.0 GiB" in line(0)
+    assert "peak 3.0 GiB" in line(0)
     assert "512 of 900 B" in Statistics(kept_tokens=1, full_tokens=2, kept_bytes=512, full_bytes=900).line()
 
 
