@@ -117,8 +117,8 @@ def make_step(
 ) -> Step:
     """The step of a name: "compiled", which raises BackendError where it cannot run, "eager" (plain torch), or "auto",
     which says once why it falls back to torch. The compiled step has an attention of its own: with another backend than
-    sdpa it is not taken, or refused. So with a hold rule `rule` (None: grow, or hold by attention) and packed rows
-    (`kv_bits`), which only plain torch has."""
+    sdpa it is not taken, or refused. So with packed rows (`kv_bits`) and a hold rule `rule` (None: grow, or hold by
+    attention) that looks at every step, which only plain torch has."""
     attention = attention or Sdpa()
     if wanted == "auto" and attention.name != Sdpa.name:
         wanted = "eager"

@@ -284,3 +284,18 @@ def test_compiled_steps_with_cuts_between_them_are_those_of_plain_torch(
     for (logits, held), (other, same) in zip(found["eager"], found["compiled"], strict=True):
         assert held == same
         torch.testing.assert_close(logits, other, rtol=0, atol=1e-4)
+
+
+def test_replies_alone_and_in_a_batch_are_those_of_plain_torch(model_folder, random_ids):
+    from cake_infer import Engine
+
+    folder, prompts = model_folder(), [random_ids(60), random_ids(40, seed=1), random_ids(15, seed=2)]
+    options = {"budget": BUDGET, "window": WINDOW, "decode_policy": "hold", "hold_by": "cake,interval=5"}
+    found = {}
+    for step in ("eager", "compiled"):
+        with Engine.load(folder, step=step, **options) as engine:
+            alone = [engine.generate(ids=ids, max_new_tokens=30, temperature=0.0).ids for ids in prompts]
+            batch = engine.generate(prompts, max_new_tokens=30, temperature=0.0)
+            found[step] = alone
+            assert [one.ids for one in batch] == alone
+    assert found["eager"] == found["compiled"]
