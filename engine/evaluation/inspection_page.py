@@ -14,7 +14,7 @@ const data = JSON.parse(document.getElementById('data').textContent);
 const n = data.tokens.length, L = data.layers, K = data.heads, stride = Math.ceil(n / 8);
 const $ = id => document.getElementById(id);
 const state = { cell: 0, layer: -1, head: -1 };
-const decoded = new Map(), spans = [];
+const decoded = new Map(), spans = [], beside = matchMedia('(min-width: 72.01rem)');
 const sum = list => list.reduce((a, b) => a + b, 0);
 const whole = x => x.toLocaleString('en-US', { maximumFractionDigits: 0 });
 const style = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -78,13 +78,17 @@ function strips() {
   [...$('layers').children].forEach((row, layer) => strip(row.querySelector('canvas'), layer, colours));
   $('ramp').style.background = 'linear-gradient(90deg,' + style('--ramp').split(/\s+/).join(',') + ')';
 }
+function row_height() {
+  const room = beside.matches ? innerHeight - 270 : 340;
+  const tall = Math.max(4, Math.min(beside.matches ? 22 : 13, Math.floor(room / L)));
+  $('map').style.setProperty('--row', tall + 'px');
+  $('all').style.setProperty('--row', beside.matches ? '56px' : '40px');
+  return tall;
+}
 function layers() {
   const cell = data.cells[state.cell], means = cell.lengths.map(row => sum(row) / K);
   const weight = sum(cell.preferences) || 1, even = cell.preferences.every(p => p === cell.preferences[0]);
-  const top = Math.max(...means), most = Math.max(...cell.preferences) / weight || 1;
-  const tall = Math.max(4, Math.min(13, Math.round(330 / L)));
-  $('map').style.setProperty('--row', tall + 'px');
-  $('all').style.setProperty('--row', '40px');
+  const top = Math.max(...means), most = Math.max(...cell.preferences) / weight || 1, tall = row_height();
   const shown = layer => tall >= 9 || layer % Math.ceil(10 / tall) === 0;
   $('layers').replaceChildren(...means.map((mean, layer) => {
     const row = document.createElement('button'), share = cell.preferences[layer] / weight;
@@ -97,15 +101,15 @@ function layers() {
       (shown(layer) ? whole(mean) : '') + '</span>';
     return row;
   }));
-  $('marks').textContent = even ? 'tokens a head' : 'tokens a head; line: preference';
+  $('marks').innerHTML = 'budget' + (even ? '' : '<u></u><span class="unit">preference</span>');
   $('share').textContent = (100 * cell.share).toFixed(1) + '%';
   $('mean').textContent = whole(sum(means) / L);
   strips();
 }
 function ticks() {
-  const step = [1, 2, 5, 10].map(x => x * 10 ** Math.floor(Math.log10(n / 4))).find(x => n / x <= 8) || n;
-  const at = [0];
-  for (let i = step; i < n - step / 3; i += step) at.push(i);
+  const width = $('ticks').clientWidth, most = Math.max(2, width / 80), tens = 10 ** Math.floor(Math.log10(n / most));
+  const step = [1, 2, 5, 10].map(x => x * tens).find(x => n / x <= most) || n, at = [0];
+  for (let i = step; (n - i) / n * width > 56; i += step) at.push(i);
   at.push(n);
   $('ticks').innerHTML = at.map((i, j) => '<b class="' + (j ? j === at.length - 1 ? 'last' : '' : 'first') +
     '" style="left:' + 100 * i / n + '%"><span>' + whole(i) + '</span></b>').join('');
@@ -149,8 +153,8 @@ function take(cell) {
   state.cell = cell; $('cell').value = cell;
   layers(); choose(state.layer, state.head);
 }
-function reveal(i) {
-  spans[i].scrollIntoView({ block: 'center' });
+function reveal(i, behavior = 'smooth') {
+  spans[i].scrollIntoView({ block: 'center', behavior });
   spans[i].classList.add('flash');
   setTimeout(() => spans[i].classList.remove('flash'), 1600);
 }
@@ -165,12 +169,10 @@ function first(below) {
   return low;
 }
 function view() {
-  const sticky = getComputedStyle($('map')).position === 'sticky' ? $('map').getBoundingClientRect().bottom : 0;
-  const from = first(sticky), to = Math.max(from, first(innerHeight));
+  const from = first(0), to = Math.max(from, first(innerHeight));
   const canvas = $('all').querySelector('canvas').getBoundingClientRect(), plot = $('plot').getBoundingClientRect();
   $('view').style.left = canvas.left - plot.left + canvas.width * from / n + 'px';
   $('view').style.width = canvas.width * (to - from) / n + 'px';
-  document.documentElement.style.setProperty('--map', sticky ? $('map').offsetHeight + 'px' : '0px');
 }
 function tell(event, text) {
   const tip = $('tip');
@@ -227,7 +229,7 @@ $('document').onmousemove = event => {
     (i >= n - window_of() ? ' (window, always kept)' : ''));
 };
 $('document').onmouseleave = event => tell(event, '');
-addEventListener('resize', () => { strips(); view(); });
+addEventListener('resize', () => { layers(); choose(state.layer, state.head); ticks(); view(); });
 addEventListener('scroll', () => requestAnimationFrame(view), { passive: true });
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', strips);
 const asked = new URLSearchParams(location.hash.slice(1));
@@ -237,7 +239,7 @@ const number = (name, least, most) => {
 };
 state.layer = number('layer', -1, L); state.head = number('head', -1, K);
 ticks(); take(number('cell', 0, data.cells.length));
-if (asked.has('token')) reveal(number('token', 0, n));
+if (asked.has('token')) reveal(number('token', 0, n), 'instant');
 view();
 """
 
@@ -251,9 +253,10 @@ BODY = """
 <section id="map"><div class="heads"><span></span><span>where in the text each layer kept tokens</span>
 <span id="marks"></span><span></span></div>
 <div id="plot"><button class="row" id="all" data-layer="-1" aria-pressed="true"><span>all</span><canvas></canvas>
-<span class="note">share of all rows that kept a token</span><span></span></button>
+<span class="note">share of the rows that kept a token</span><span></span></button>
 <div id="layers"></div><div id="view"></div><div id="hair"></div></div>
-<div class="scale"><span></span><span class="ticks" id="ticks"></span><span>position in tokens</span><span></span></div>
+<div class="scale"><span></span><span class="ticks" id="ticks"></span>
+<span class="unit">position in tokens</span><span></span></div>
 <div class="tools"><span id="shown"></span><span id="heads"></span>
 <span>in no row <i class="ramp" id="ramp"></i> in every row</span><span class="key">window</span>
 <button id="only" aria-pressed="false">fade what is gone</button></div></section>

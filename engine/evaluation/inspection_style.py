@@ -11,10 +11,9 @@ STYLE = """
   --card: #171a23; --strip: #1e222d; --gone: #596072; --accent: #ffb35c; --heat: 255 150 50;
   --ramp: #1e222d #4a2a1c #8f4114 #d6690f #ffa63d #ffe9b8; --shadow: none; } }
 * { box-sizing: border-box; }
-html { scroll-behavior: smooth; }
 body { margin: 0; font: 14px/1.5 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; color: var(--ink);
   background: var(--page); }
-header, main { max-width: 92rem; margin: 0 auto; padding: 0 clamp(0.7rem, 2vw, 1.8rem); }
+header, main { max-width: 120rem; margin: 0 auto; padding: 0 clamp(0.7rem, 2vw, 1.8rem); }
 header { padding-top: 1.1rem; padding-bottom: 0.8rem; display: flex; flex-wrap: wrap; gap: 0.5rem 1.6rem;
   align-items: center; }
 h1 { font-size: 1.3rem; line-height: 1.3; margin: 0; font-weight: 680; letter-spacing: -0.01em; }
@@ -28,10 +27,13 @@ button:hover, select:hover { border-color: var(--dim); }
 button[aria-pressed=true] { border-color: var(--accent); color: var(--accent); font-weight: 600; }
 :focus-visible { outline: 2px solid var(--accent); outline-offset: 1px; }
 section { background: var(--card); border: 1px solid var(--line); border-radius: 12px; box-shadow: var(--shadow); }
-#map { padding: 0.8rem 0.9rem 0.7rem; position: sticky; top: 0; z-index: 2; }
-.row, .scale, .heads { display: grid; grid-template-columns: 2.6rem minmax(0, 1fr) 8.5rem 3.4rem; column-gap: 0.6rem;
+main { display: grid; grid-template-columns: minmax(0, 1.55fr) minmax(24rem, 1fr); gap: 1rem; align-items: start;
+  padding-bottom: 1.5rem; }
+#map { padding: 0.7rem 0.9rem 0.8rem; position: sticky; top: 0.8rem; }
+.row, .scale, .heads { display: grid; grid-template-columns: 2rem minmax(0, 1fr) 8rem 2.6rem; column-gap: 0.5rem;
   align-items: center; width: 100%; }
-.heads { color: var(--dim); font-size: 11.5px; padding-bottom: 0.35rem; }
+.heads { color: var(--dim); font-size: 11.5px; padding-bottom: 0.35rem; white-space: nowrap; }
+.heads u, .key { text-decoration: none; border-left: 2px solid var(--ink); margin: 0 0.3rem 0 0.5rem; }
 .row { height: var(--row); border: 0; border-radius: 3px; padding: 0; background: none; line-height: 1;
   font-size: min(11px, calc(var(--row) - 0.5px)); text-align: left; color: var(--dim);
   font-variant-numeric: tabular-nums; }
@@ -44,7 +46,8 @@ section { background: var(--card); border: 1px solid var(--line); border-radius:
 .bar { position: relative; height: calc(var(--row) - 1px); background: var(--strip); overflow: hidden; }
 .bar i { position: absolute; inset: 0 auto 0 0; background: rgb(var(--heat) / 0.8); }
 .bar u { position: absolute; top: 0; bottom: 0; width: 2px; margin-left: -1px; background: var(--ink); }
-.note { color: var(--dim); font-size: 11.5px; line-height: 1.25; align-self: end; white-space: normal; }
+.note { color: var(--dim); font-size: 11.5px; line-height: 1.25; align-self: end; font-weight: 400;
+  white-space: normal; }
 .count { text-align: right; }
 #plot { position: relative; }
 #view { position: absolute; top: 0; bottom: 0; border: 1.5px solid var(--ink); border-radius: 4px; opacity: 0.55;
@@ -58,22 +61,22 @@ section { background: var(--card); border: 1px solid var(--line); border-radius:
 .tools { display: flex; flex-wrap: wrap; gap: 0.35rem 0.9rem; align-items: center; margin-top: 0.55rem;
   color: var(--dim); font-size: 12px; }
 .tools button { padding: 0.12rem 0.5rem; } #heads { display: flex; flex-wrap: wrap; gap: 0.25rem; }
-.ramp { display: inline-block; width: 7.5rem; height: 10px; border-radius: 3px; vertical-align: -1px;
+.ramp { display: inline-block; width: 6rem; margin: 0 0.2rem; height: 10px; border-radius: 3px; vertical-align: -1px;
   border: 1px solid var(--line); }
-.key { border-bottom: 2px solid rgb(var(--heat) / 0.75); }
-#text { padding: 1.1rem clamp(0.8rem, 3vw, 2.2rem) 1.8rem; margin: 0.9rem 0 2rem; }
+.key { border: 0; border-bottom: 2px solid rgb(var(--heat) / 0.75); margin: 0; }
+#text { padding: 1rem clamp(0.8rem, 2vw, 1.8rem) 1.8rem; }
 #document { white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.8; font-size: 15px; max-width: 62rem;
   margin: 0 auto; }
-#document span { border-radius: 2px; padding: 0.08em 0; scroll-margin-top: calc(var(--map) + 4rem); }
+#document span { border-radius: 2px; padding: 0.08em 0; }
 .h0 { color: var(--gone); } .only .h0 { opacity: 0.28; }
 .special { font-size: 0.76em; font-family: ui-monospace, "DejaVu Sans Mono", monospace; }
 .window { box-shadow: inset 0 -2px 0 rgb(var(--heat) / 0.75); } .flash { outline: 2.5px solid var(--accent); }
 #tip { position: fixed; pointer-events: none; background: var(--ink); color: var(--page); border-radius: 7px;
   padding: 0.3rem 0.6rem; font-size: 12px; line-height: 1.4; max-width: 24rem; opacity: 0; transition: opacity 0.1s;
   z-index: 5; overflow-wrap: anywhere; }
-@media (max-width: 48rem) { header .figures { margin-left: 0; } #map { padding: 0.6rem 0.5rem; position: static; }
-  .row, .scale, .heads { grid-template-columns: 1.7rem minmax(0, 1fr) 3.4rem 2.1rem; column-gap: 0.35rem; }
-  #document { font-size: 14px; } }
-@media (prefers-reduced-motion: reduce) { html { scroll-behavior: auto; } }
+@media (max-width: 72rem) { main { grid-template-columns: minmax(0, 1fr); } #map { position: static; } }
+@media (max-width: 48rem) { header .figures { margin-left: 0; } #map { padding: 0.6rem 0.5rem; }
+  .row, .scale, .heads { grid-template-columns: 1.4rem minmax(0, 1fr) 3.2rem 2.1rem; column-gap: 0.3rem; }
+  .note, .unit { display: none; } #document { font-size: 14px; } }
 @media print { #map { position: static; } #view { display: none; } }
 """ + "".join(f".h{step} {{ background: rgb(var(--heat) / {0.05 + 0.07 * step:.3f}); }}\n" for step in range(1, 11))
