@@ -97,12 +97,17 @@ class SharedArena:
         if not self._holds(needed):
             self._grow(needed)
 
-    def take_all(self) -> None:
-        """Make the store as large as the limit allows, once: it is never moved then."""
+    def take_all(self, like: Iterable[ArenaSize] = ()) -> None:
+        """Make the store as large as the limit allows, once: it is never moved then.
+
+        like: sequences that it should suit, where rows are packed: their share is that of these.
+        """
         assert self.limit is not None, "there is no end to take"
         limit, packed = self.limit, 0
-        if self.layout.kv_bits is not None:  # half for what is kept, half for what is read and the latest tokens
-            packed = limit // 2 // packed_bytes(self.layout, GROUP) * GROUP
+        if self.layout.kv_bits is not None:
+            need = shared_size(self.layout, like)
+            share = packed_bytes(self.layout, need.packed) / max(need.nbytes(self.layout), 1)
+            packed = int(share * limit) // packed_bytes(self.layout, GROUP) * GROUP
             limit -= packed_bytes(self.layout, packed)
         slots = limit // self.layout.kept_slot_bytes
         self._fixed = True

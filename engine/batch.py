@@ -14,7 +14,7 @@ from ..cache.arena import Arena
 from ..cache.layout import ArenaSize
 from ..cache.shared import SharedArena
 from ..errors import ArenaFull, CakeError
-from .generation import GenerationConfig
+from .generation import DEFAULT_MAX_NEW_TOKENS, GenerationConfig
 from .graph import Ahead
 from .picker import Picker, Token
 from .prefill import OnChunk, Reading
@@ -87,8 +87,16 @@ class Batch:
             self.limit = min(limits, default=None)
             self.arena = SharedArena(runner.layout, runner.decoder.device, batch=self.most, limit=self.limit)
             if self.fixed:
-                self.arena.take_all()
+                self.arena.take_all(self._longest())
             runner.tenancy.batches.add(self.arena)
+
+    def _longest(self) -> list[ArenaSize]:
+        """As many of the longest prompts as may be here, where a store of its own has room for packed rows."""
+        runner = self.runner
+        if runner.layout.kv_bits is None:
+            return []
+        reply = min(DEFAULT_MAX_NEW_TOKENS, runner.context // 2)
+        return [runner.fit(Sequence(), runner.context - reply, reply).size] * self.most
 
     def close(self) -> None:
         """Let everybody leave, and free the arena. Safe to call twice."""

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from cake_infer import CacheConfig, Engine
-from cake_infer.cache.layout import arena_bytes
+from cake_infer.cache.layout import arena_bytes, shared_size
+from cake_infer.engine.batch import Batch
 from cake_infer.engine.sequence import Sequence
 from cake_infer.errors import BackendError, OptionError, SnapshotError
 
@@ -268,3 +269,25 @@ def test_a_list_of_prompts_gets_what_each_would_get_alone(model_folder, random_i
         together = engine.generate(prompts, max_new_tokens=40, temperature=0.0)
     assert [one.ids for one in together] == [one.ids for one in alone]
     assert [one.stats.kept_bytes for one in together] == [one.stats.kept_bytes for one in alone]
+
+
+def test_a_fixed_store_has_room_for_the_longest_prompts(model_folder, random_ids):
+    """A server makes its store once: packed rows and what is read beside them share it as such prompts do."""
+    with Engine.load(model_folder(max_position_embeddings=600), kv_bits=4, budget=100, window=WINDOW) as engine:
+        runner, generation = engine.runner, engine.resolved(max_new_tokens=3, temperature=0.0)
+        size = runner.fit(Sequence(), 300, 300).size
+        limit = shared_size(runner.layout, [size] * 3).nbytes(runner.layout) + 1000
+        alone = [engine.generate(ids=random_ids(290, seed=n), max_new_tokens=3, temperature=0.0).ids for n in range(3)]
+        with Batch(runner, most=3, limit=limit, fixed=True) as batch:
+            store, found, sequences = batch.arena.packed, {}, []
+            assert batch.arena.nbytes <= limit
+            for n in range(3):
+                sequences.append(sequence := Sequence())
+                batch.join(sequence, random_ids(290, seed=n), generation)
+                found[id(sequence)] = []
+            while len(batch):
+                for outcome in batch.step():
+                    if outcome.token is not None:
+                        found[id(outcome.sequence)].append(outcome.token.id)
+            assert batch.arena.packed is store
+    assert [tuple(ids) for ids in found.values()] == alone
