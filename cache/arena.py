@@ -75,6 +75,7 @@ class Arena:
         own: list[np.ndarray] = [np.zeros(shape, dtype=np.int64) for _ in range(3)]
         self.offset, self.length, self.capacity = tables or own
         self.first = first
+        self.unsettled = False  # in a store of several: its text has not been read to the end
         self._kept_end = first  # of the kept region while a piece is read
         self._packed_end = first  # of the rows already compacted
         self._read = 0  # layers already compacted
@@ -253,7 +254,14 @@ class Arena:
 
     def settle(self) -> None:
         """Give back what only reading needed: from now on the span is the rows and their headroom."""
-        self.size = ArenaSize(0, 0, int(self.capacity.sum()))
+        self.size, self.unsettled = ArenaSize(0, 0, int(self.capacity.sum())), False
+
+    @property
+    def span_end(self) -> int:
+        """Behind the last slot that a neighbour in the store must leave alone."""
+        if not self.unsettled:
+            return self.first + self.size.decode
+        return max(self._end, -(-self._end_bytes // (self.layout.head_dim * self.layout.kv_dtype.itemsize)))
 
     def move_to(self, first: int) -> None:
         """Move the whole span to the left, so that it begins at slot `first`, which must be free."""

@@ -116,12 +116,15 @@ class SharedArena:
     def admit(self, size: ArenaSize) -> Arena:
         """An empty member behind all others, with room for `size`; later spans slide to the left where it is needed.
 
-        Nobody may be in the middle of being read. Raises MemoryLimit (or ArenaFull) before anything has changed.
+        While another member is being read nothing is moved: then this one has to fit behind it. Raises MemoryLimit (or
+        ArenaFull) before anything has changed.
         """
         self.check(size)
         if not self.free_rows:
             raise ArenaFull(f"{len(self._members)} sequences are running, as many as may: ask again when one is over")
         if not self._holds(self._end_with(size)):
+            if any(member.unsettled for member in self._members.values()):
+                raise ArenaFull("there is no room behind the text that is being read: ask again when it has been read")
             needed = shared_size(self.layout, [*(member.size for member in self.members), size])
             if self._holds(needed):
                 self.compact()
@@ -131,6 +134,7 @@ class SharedArena:
         tables = [table[row] for table in (self.offset, self.length, self.capacity)]
         arena = self._member(size, tables)
         arena.clear()
+        arena.unsettled = True
         self._members[row] = arena
         return arena
 
@@ -142,6 +146,10 @@ class SharedArena:
             self.layout, size.packed, self.device, store=self.packed, first=_packed_end(self._members.values())
         )
         return PackedArena(self.layout, size, self.device, store=self.store, first=first, tables=tables, packed=rows)
+
+    def has_room_behind(self, size: ArenaSize) -> bool:
+        """Whether `admit` would find room for this size without moving anybody."""
+        return self.free_rows > 0 and self._holds(self._end_with(size))
 
     def release(self, arena: Arena) -> None:
         """A member leaves: its rows are free at once, and its tables are zeros."""
@@ -172,7 +180,7 @@ class SharedArena:
 
     def _first_free(self) -> int:
         members = self.members
-        return span_start(self.layout, members[-1].first + members[-1].size.decode) if members else 0
+        return span_start(self.layout, members[-1].span_end) if members else 0
 
     def _end_with(self, size: ArenaSize) -> StoreSize:
         """What there is up to the end of a span of this size behind the last one, where the spans are now."""

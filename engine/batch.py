@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,52 +11,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..cache.arena import Arena
-from ..cache.layout import ArenaSize
 from ..cache.shared import SharedArena
 from ..errors import ArenaFull, CakeError
 from .generation import DEFAULT_MAX_NEW_TOKENS, GenerationConfig
 from .graph import Ahead
-from .picker import Picker, Token
+from .member import Member, Outcome, next_reader
+from .picker import Token
 from .prefill import OnChunk, Reading
 from .runner import Runner
 from .seat import Seat
 from .sequence import Sequence
 from .stepper import OnWait
 from .timing import Timing
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a step has brought for one sequence: its next token, or why it was given up, or neither for a reply of none.
-
-    finished: the sequence has left the batch.
-    """
-
-    sequence: Sequence
-    token: Token | None = None
-    error: CakeError | None = None
-    finished: bool = False
-
-
-@dataclass(eq=False)
-class Member:
-    """A sequence in a batch: waiting until it has an arena, being read until it has a picker, decoded from then on."""
-
-    sequence: Sequence
-    ids: list[int]
-    generation: GenerationConfig
-    limit: int
-    size: ArenaSize
-    stop_ids: frozenset[int]
-    on_chunk: OnChunk | None
-    timing: Timing
-    keep: bool
-    arena: Arena | None = None
-    reading: Reading[Tensor] | None = None
-    picker: Picker | None = None
-    next: int | None = None  # the token that the next step feeds
-    seat: Seat | None = None  # where the step is a graph
 
 
 @dataclass(eq=False)
@@ -68,6 +35,8 @@ class Batch:
 
     A newcomer's prompt is read between the steps of the others, a chunk of tokens of all layers at a time (in parts: a
     chunk in one layer each, since a layer is read to its end before the next one begins), one newcomer after another.
+    slice_s: for so many seconds at most (but one part at least) while others are decoded. readers: with 2, a prompt of
+    which less is left than of the one that is being read is read in turn with it, if there is room for both.
     What a sequence generates does not depend on who else is there: it has its own rows, budget, and random numbers.
     """
 
@@ -76,7 +45,10 @@ class Batch:
     limit: int | None = None
     fixed: bool = False
     on_wait: OnWait | None = None
+    slice_s: float | None = None
+    readers: int = 1
     arena: SharedArena = field(init=False)
+    _read_last: Member | None = field(init=False, default=None)
     _members: list[Member] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
@@ -166,6 +138,7 @@ class Batch:
                     on_chunk,
                     timing or Timing(),
                     keep,
+                    unread=len(ids) * runner.decoder.config.num_layers,
                 )
             )
 
@@ -288,26 +261,30 @@ class Batch:
         return Outcome(member.sequence, token, finished=token.finish_reason is not None)
 
     def _read(self, pieces: int | None) -> list[Outcome]:
-        """Read on in the first prompt that has not been read, up to so many (layer, chunk) pieces of it."""
-        member = next((member for member in self._members if member.picker is None), None)
+        """Read on in a prompt that has not been read, up to so many (layer, chunk) pieces of it."""
+        member = self._read_last = next_reader(self._members, self._read_last, self.readers, self.arena)
         if member is None:
             return []
         started, done = time.perf_counter(), 0
+        hurried = self.slice_s is not None and any(member.next is not None for member in self._members)
+        end = started + (self.slice_s or 0.0) if hurried else math.inf
         self.runner.all_threads()
         try:
             with self.runner.access.busy(), torch.inference_mode():
                 if member.reading is None:
                     member.reading = self._begin(member)
                 last = False  # what is left then is to keep the last layer's rows, and the logits
-                while pieces is None or done < pieces or last:
+                while pieces is None or (done < pieces and (not done or time.perf_counter() < end)) or last:
                     told = next(member.reading)
                     done += 1
-                    last = told[0] == self.runner.decoder.config.num_layers - 1 and told[1] == told[2]
+                    layers = self.runner.decoder.config.num_layers
+                    last = told[0] == layers - 1 and told[1] == told[2]
+                    member.unread = (layers - told[0]) * told[2] - told[1]
                     if member.on_chunk is not None:
                         member.on_chunk(*told)
-        except StopIteration as end:
+        except StopIteration as end_of_prompt:
             member.timing.prefill_s += time.perf_counter() - started
-            return [self._end(member, end.value)]
+            return [self._end(member, end_of_prompt.value)]
         except CakeError as error:
             self._drop(member)
             return [Outcome(member.sequence, error=error, finished=True)]

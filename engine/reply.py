@@ -143,7 +143,7 @@ class Written:
             layer_lengths=timing.lengths,
             budget=self.sequence.budget,
             kv_bits=layout.kv_bits,
-            policy=self.sequence.kept_by or engine.runner.policy(self.sequence.budget).describe(),
+            policy=self.sequence.kept_by or engine.runner.policy_of(self.sequence).describe(),
             seed=self.generation.seed,
             finish_reason=self._reason,
         )

@@ -89,6 +89,10 @@ class Runner:
             self._policies[budget] = make_policy(self.cache, self.model, budget or 0)
         return self._policies[budget]
 
+    def policy_of(self, sequence: Sequence) -> Policy:
+        """What evicts of a sequence: its own policy, or the engine's for its budget."""
+        return sequence.policy or self.policy(sequence.budget)
+
     @cached_property
     def separators(self) -> frozenset[int]:
         """Ids of tokens that end a clause or a line; asked for by few policies. Raises OptionError without a text."""
@@ -288,7 +292,7 @@ class Runner:
 
         Returns the next token's logits fp32 `[vocab]`. Goes on under `torch.inference_mode` only.
         """
-        policy = sequence.policy or self.policy(sequence.budget)
+        policy = self.policy_of(sequence)
         needs = policy.needs if observer is None else policy.needs | observer.needs
         hidden = yield from prefill.reading(
             self.decoder,
@@ -308,7 +312,7 @@ class Runner:
 
     def make_room(self, arena: Arena, sequence: Sequence, new_tokens: int) -> None:
         """Room for a reply behind a text that has been read, see `headroom`."""
-        carried = "carried" in self.policy(sequence.budget).needs
+        carried = "carried" in self.policy_of(sequence).needs
         make_room(arena, sequence, new_tokens, self.cache, self.rule, carried=carried)
 
     def checkpoint(self, sequence: Sequence) -> Checkpoint:

@@ -55,7 +55,7 @@ def pack(engine: Engine, sequence: Sequence, kind: str, **about: Any) -> Snapsho
         "model": engine.model_path.name,
         "fingerprint": engine.fingerprint,
         "weights": weights_format(engine),
-        "policy": sequence.kept_by or (sequence.policy or engine.runner.policy(sequence.budget)).describe(),
+        "policy": sequence.kept_by or engine.runner.policy_of(sequence).describe(),
         "budget": sequence.budget,
         "window": engine.cache.window,
         "read": sequence.read,

@@ -60,7 +60,7 @@ class Tenancy:
             hold=hold,
             held=0 if lengths is None else int(lengths.sum()),
             held_longest=0 if lengths is None else int(lengths.max()),
-            late=self.late,
+            late=self.late if sequence.policy is None else sequence.policy.late,
         )
 
     @property
@@ -173,6 +173,7 @@ class Tenancy:
             limit=None if sequence.limit is None else sequence.limit.copy(),
             parked=self.arena.save() if active else sequence.parked,
             read=sequence.read,
+            policy=sequence.policy,
             kept_by=sequence.kept_by,
             policy=sequence.policy,
         )

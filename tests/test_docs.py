@@ -12,7 +12,15 @@ import torch
 from cake_infer.cli import COMMANDS, build_parser
 
 ROOT = Path(__file__).resolve().parents[1]
-TEXTS = ("README.md", "docs/embedding.md", "docs/design.md", "docs/methods.md", "docs/options.md", "docs/sampling.md")
+TEXTS = (
+    "README.md",
+    "docs/embedding.md",
+    "docs/design.md",
+    "docs/methods.md",
+    "docs/options.md",
+    "docs/sampling.md",
+    "docs/serving.md",
+)
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

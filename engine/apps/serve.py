@@ -46,6 +46,7 @@ SERVE_FLAGS = {
         "KV memory of all replies together (2GiB); default what --parallel of the longest take, or what is free",
         metavar="SIZE",
     ),
+    "slice": Flag("seconds for which a prompt is read before the running replies go on", number, "S"),
     "max_body": Flag("bytes of a request at most", positive_count, "BYTES"),
     "max_prompt": Flag("tokens of a prompt at most; default what the context allows", positive_count, "N"),
     "documents": Flag("uploaded documents at most", token_count, "N"),

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ...cache.layout import ArenaSize
-from ..batch import Batch, Outcome
+from ..batch import Batch
 from ..generation import GenerationConfig
+from ..member import Outcome
 from ..reply import Written
 from ..results import Piece
 from ..sequence import Sequence

@@ -16,6 +16,7 @@ class ServeOptions:
 
     parallel: replies that are decoded together at most. queue: how many more may wait for a place. arena: bytes of KV
     memory for all of them, None for what `parallel` of the longest would take, or what is free.
+    slice: seconds for which a prompt is read before the running replies get their next token.
     max_body: bytes of a request's body. max_prompt: tokens of a prompt, None for what the context allows.
     max_new_tokens: what a request gets that does not say how many tokens it wants.
     documents, document_bytes: how many documents are kept, and bytes of their keys and values.
@@ -31,6 +32,7 @@ class ServeOptions:
     parallel: int = 16
     queue: int = 64
     arena: str | None = None
+    slice: float = 0.15
     max_body: int = 16 * MIB
     max_prompt: int | None = None
     documents: int = 16
@@ -45,6 +47,9 @@ class ServeOptions:
             raise OptionError(f"port must be between 0 (any that is free) and 65535, not {self.port}")
         if self.api_key is not None and (not self.api_key.strip() or not self.api_key.isascii()):
             raise OptionError("api_key must be a text of ASCII characters that is not empty")
+        for name in ("slice", "patience", "grace"):
+            if getattr(self, name) < 0:
+                raise OptionError(f"{name} must be 0 seconds or more, not {getattr(self, name)}")
         for name in ("parallel", "max_body", "connections", "backlog"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} must be at least 1, not {getattr(self, name)}")

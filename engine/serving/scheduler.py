@@ -11,14 +11,16 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ...errors import ArenaFull
-from ..batch import Batch, Outcome
+from ..batch import Batch
 from ..engine import Engine
+from ..member import Outcome
 from .errors import ApiError
 from .jobs import Event, Job
 
 log = logging.getLogger(__name__)
 
 MOST_RETRY_S = 60
+READERS = 2  # prompts that are read in turn: a short one does not wait until a long one has been read
 
 
 class Watcher(Protocol):
@@ -33,8 +35,8 @@ class Scheduler:
     """Runs jobs over one continuous batch, first come, first served. Start it, and close it at the end.
 
     parallel: how many at once. queue: how many more may wait, for a place or for room in the arena. limit: bytes of the
-    arena. post: hands a function to the event loop, which calls it in its own thread; whatever a job brings goes there,
-    all of a step in one call.
+    arena. slice_s: see `Batch`. post: hands a function to the event loop, which calls it in its own thread; whatever a
+    job brings goes there, all of a step in one call.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Scheduler:
         parallel: int,
         queue: int,
         limit: int,
+        slice_s: float,
         post: Callable[[Callable[[], None]], object],
         watcher: Watcher,
     ) -> None:
@@ -60,7 +63,7 @@ class Scheduler:
         self._closed = False
         self.arena_bytes = 0
         self.failed: BaseException | None = None
-        self._batch = Batch(engine.runner, most=parallel, limit=limit, fixed=True)
+        self._batch = Batch(engine.runner, most=parallel, limit=limit, fixed=True, slice_s=slice_s, readers=READERS)
         self._thread = threading.Thread(target=self._live, name="cake-infer-steps", daemon=True)
 
     def start(self) -> None:
@@ -80,7 +83,7 @@ class Scheduler:
 
     @property
     def stopping(self) -> bool:
-        return self._deadline is not None
+        return self._deadline is not None or self.failed is not None
 
     def submit(self, jobs: list[Job]) -> None:
         """Let jobs wait for their turn, all or none. Raises ApiError: 429 where too many wait, 503 at the end."""
@@ -126,26 +129,42 @@ class Scheduler:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _live(self) -> None:
-        while True:
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:  # a fault of the scheduler itself: nobody may wait for it for ever
+            log.critical("the scheduler failed", exc_info=error)
             with self._changed:
-                while not (self._closed or self._arrived or self._left or len(self._batch) or self._due()):
-                    self._changed.wait()
-                left, self._left = self._left, []
-                arrived = list(self._arrived)
-                self._waiting.extend(arrived)
+                self._closed, self.failed = True, error
+                self._waiting.extend(self._arrived)
                 self._arrived.clear()
-                closed = self._closed
-            for job in left:
-                self._drop(job)
-            if closed or self._due():
-                self._cut(everything=closed or time.perf_counter() >= (self._deadline or 0))
-            self._refuse_impossible(arrived)
-            self._admit()
-            if len(self._batch):
-                self._step()
+            for job in (*self._waiting, *self._running.values()):
+                self._events.append((job, [error]))
+            self._waiting.clear()
+            self._running.clear()
             self._hand_over()
-            if closed:
-                return
+
+    def _turn(self) -> bool:
+        """Wait until there is something to do, and do it: who leaves, who joins, and one step. False at the end."""
+        with self._changed:
+            while not (self._closed or self._arrived or self._left or len(self._batch) or self._due()):
+                self._changed.wait()
+            left, self._left = self._left, []
+            arrived = list(self._arrived)
+            self._waiting.extend(arrived)
+            self._arrived.clear()
+            closed = self._closed
+        for job in left:
+            self._drop(job)
+        if closed or self._due():
+            self._cut(everything=closed or time.perf_counter() >= (self._deadline or 0))
+        self._refuse_impossible(arrived)
+        self._admit()
+        if len(self._batch):
+            self._step()
+        self.arena_bytes = self._batch.arena.used_bytes
+        self._hand_over()
+        return not closed
 
     def _due(self) -> bool:
         """Whether the server stops and somebody is still there to be told."""
@@ -209,7 +228,6 @@ class Scheduler:
         self._tell(job, [error], "error")
 
     def _step(self) -> None:
-        started = time.perf_counter()
         try:
             outcomes = self._batch.step()
         except BaseException as error:
@@ -217,10 +235,9 @@ class Scheduler:
             return
         now = time.perf_counter()
         for outcome in outcomes:
-            self._take(self._running[id(outcome.sequence)], outcome, started, now)
-        self.arena_bytes = self._batch.arena.used_bytes
+            self._take(self._running[id(outcome.sequence)], outcome, now)
 
-    def _take(self, job: Job, outcome: Outcome, started: float, now: float) -> None:
+    def _take(self, job: Job, outcome: Outcome, now: float) -> None:
         if outcome.token is not None:
             before = job.last_token
             self._watcher.token(job, now - (job.asked if before is None else before), first=before is None)

@@ -6,11 +6,14 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from ...cache.budget import Budget
+from ...cache.config import CacheConfig
+from ...cache.policies import make_policy
+from ...cache.policies.base import Policy
 from ..document import ROOM, Document, as_document, document_ids, open_document
 from ..engine import Engine
 from ..fitting import room_for_reply
@@ -27,6 +30,19 @@ from .replying import Reading, Running, Stream, WholeReply
 from .scheduler import Scheduler
 from .schemas import CakeOptions, ChatRequest, CompletionRequest, DocumentRequest, Sampling
 
+OF_A_POLICY = {
+    "tau1",
+    "tau2",
+    "gamma",
+    "pool",
+    "indicator",
+    "allocation",
+    "heads",
+    "merge",
+    "policy_options",
+    "schedule",
+}
+MOST_POLICIES = 64  # that are remembered, by name and budget
 ENCODERS = 2  # threads that turn texts into tokens
 Found = TypeVar("Found")
 
@@ -52,6 +68,7 @@ class Service:
         self.shelf = Shelf(options.documents, options.document_bytes)
         self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="cake-infer-encode")
         self._fingerprint = f"fp_{engine.fingerprint[:12]}"
+        self._policies: dict[tuple[str, int], Policy] = {}
         self._created = int(time.time())
         self._loop: asyncio.AbstractEventLoop | None = None
         self.scheduler = Scheduler(
@@ -59,6 +76,7 @@ class Service:
             parallel=options.parallel,
             queue=options.queue,
             limit=limit,
+            slice_s=options.slice,
             post=self._post,
             watcher=self.metrics,
         )
@@ -221,14 +239,36 @@ class Service:
         room_for_reply(tokens, new_tokens, self.engine.context)
 
     def _sequence(self, cake: CakeOptions, ids: list[int]) -> Sequence:
-        """A new sequence with a request's own budget. Raises ApiError, BudgetError."""
-        if cake.policy is not None and cake.policy != self.engine.cache.policy:
-            raise invalid("the policy cannot be another one than the server's", "cake.policy")
-        if cake.budget is None:
+        """A new sequence with a request's own budget and policy. Raises ApiError, BudgetError, OptionError."""
+        config = self.engine.cache
+        name = config.policy if cake.policy is None else cake.policy
+        if name == "full":
+            if cake.budget is not None:
+                raise invalid("the policy full keeps everything: a budget has no effect", "cake.budget")
+            if config.policy == "full":
+                return Sequence()
+            if config.decode_policy == "hold":
+                raise invalid("the policy full has no size to hold, as this server does", "cake.policy")
+            return Sequence(budget=max(len(ids), config.window))  # of the engine's policy, which finds nothing to evict
+        if cake.budget is None and cake.policy is None:
             return Sequence()
-        if not self.engine.runner.policy(None).evicts:
-            raise invalid("this server's policy keeps everything: there is no budget to set", "cake.budget")
-        return Sequence(budget=Budget.parse(cake.budget).tokens(len(ids), self.engine.cache.window))
+        budget = Budget.parse(config.budget if cake.budget is None else cake.budget)
+        tokens = budget.tokens(len(ids), config.window)
+        own = None if name == config.policy else self._policy(name, tokens)
+        return Sequence(budget=tokens, policy=own)
+
+    def _policy(self, name: str, budget: int) -> Policy:
+        """Another policy than the server's, with its own constants: what the server was told is of its policy."""
+        if (name, budget) not in self._policies:
+            base = self.engine.cache
+            plain = {field.name: field.default for field in fields(CacheConfig) if field.name in OF_A_POLICY}
+            config = replace(base, **{**plain, "policy": name, "budget": budget})
+            if config.spare != base.spare:
+                raise invalid(f"the policy {name} holds rows in another way than this server", "cake.policy")
+            if len(self._policies) >= MOST_POLICIES:
+                self._policies.clear()
+            self._policies[name, budget] = make_policy(config, self.engine.runner.model, budget)
+        return self._policies[name, budget]
 
 
 def _nowhere(job: Job, events: list[Event]) -> None:

@@ -74,6 +74,7 @@ FLAGS = {
     "--parallel": ("3", "options", "parallel"),
     "--queue": ("0", "options", "queue"),
     "--arena": ("5MiB", "options", "arena"),
+    "--slice": ("0.25", "options", "slice"),
     "--max-body": ("99", "options", "max_body"),
     "--max-prompt": ("98", "options", "max_prompt"),
     "--documents": ("7", "options", "documents"),

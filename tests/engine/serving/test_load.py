@@ -106,6 +106,44 @@ def test_a_long_prompt_is_read_in_chunks_between_the_steps_of_the_others(serving
     assert tokens >= chunks // 2
 
 
+def test_a_short_prompt_does_not_wait_until_a_long_one_has_been_read(serving, slow, wait_for):
+    started = serving()
+    slow.seconds = 0.01
+    scheduler, client = started.service.scheduler, started.client()
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(client.completions.create, model="tiny", prompt="x y " * 1000, max_tokens=1)
+        wait_for(lambda: scheduler.running == 1 and slow.steps > 2)
+        client.completions.create(model="tiny", prompt="x", max_tokens=1)
+        assert not long.done()
+        assert scheduler.running == 1
+        assert long.result().usage.prompt_tokens > 2000
+
+
+def test_a_request_may_have_a_policy_of_its_own(serving):
+    from cake_infer import Engine
+
+    started = serving()
+    url = f"{started.url}/v1/completions"
+    body = {"prompt": "what is the world and who " * 12, "max_tokens": 8, "temperature": 0.0}
+    texts = {}
+    for name, budget in (("cake", 24), ("snapkv", 24), ("streaming-llm", 24), ("full", None), ("squeeze", 40)):
+        cake = {"policy": name, "stats": True} | ({} if budget is None else {"budget": budget})
+        answer = httpx.post(url, json=body | {"cake": cake}, timeout=30)
+        assert answer.status_code == 200, answer.text
+        options = {} if budget is None else {"budget": budget, "window": 8}
+        with Engine.load(started.engine.model_path, policy=name, chunk=64, step="eager", **options) as engine:
+            expected = engine.generate(body["prompt"], max_new_tokens=8, temperature=0.0)
+        (stats,) = answer.json()["cake"]["stats"]
+        texts[name] = answer.json()["choices"][0]["text"]
+        assert texts[name] == expected.text, name
+        assert stats["layer_lengths"] == [list(lengths) for lengths in expected.stats.layer_lengths], name
+        if name != "full":
+            assert stats["policy"] == expected.stats.policy
+    assert len(set(texts.values())) >= 3
+    for cake in ({"policy": "magic"}, {"policy": "full", "budget": 40}):
+        assert httpx.post(url, json=body | {"cake": cake}).status_code == 400
+
+
 @pytest.mark.parametrize("when", ["while it is written", "while it is read", "while it waits"])
 def test_a_client_that_goes_away_frees_its_rows_at_once(serving, slow, alone, wait_for, when):
     started = serving(parallel=1)
@@ -281,6 +319,17 @@ def test_a_step_that_fails_ends_its_requests_and_no_others(serving, monkeypatch)
     with pytest.raises(openai.InternalServerError, match="RuntimeError"):
         client.chat.completions.create(model="tiny", messages=prompt(0), max_tokens=5)
     assert client.chat.completions.create(model="tiny", messages=prompt(0), max_tokens=5).choices
+
+
+def test_a_fault_of_the_scheduler_is_told_and_nobody_waits_for_ever(serving, monkeypatch):
+    started = serving()
+    client = started.client(timeout=10)
+    monkeypatch.setattr(started.service.scheduler, "_admit", lambda: 1 / 0)
+    for status in (500, 503):
+        with pytest.raises(openai.InternalServerError) as raised:
+            client.chat.completions.create(model="tiny", messages=prompt(0))
+        assert raised.value.status_code == status
+    assert httpx.get(f"{started.url}/health").status_code == 503
 
 
 def test_stopping_cuts_what_runs_refuses_what_waits_and_frees_the_port(serving, slow, wait_for):
