@@ -29,9 +29,8 @@ def arena_limit(engine: Engine, options: ServeOptions, defaults: GenerationConfi
     new_tokens = min(engine.resolved(defaults).max_new_tokens or 1, max(1, engine.context // 2))
     longest = min(options.max_prompt or engine.context, engine.context - new_tokens)
     size = runner.fit(Sequence(), longest, new_tokens).size
-    kv, slots = shared_size(runner.layout, [size] * options.parallel)
-    alone_kv, alone_slots = shared_size(runner.layout, [size])
-    wanted, alone = (2 * kv + 8 * slots, 2 * alone_kv + 8 * alone_slots)
+    wanted = shared_size(runner.layout, [size] * options.parallel).nbytes(runner.layout)
+    alone = shared_size(runner.layout, [size]).nbytes(runner.layout)
     plan = plan_run(
         engine.config,
         engine.cache,
