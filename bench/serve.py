@@ -171,7 +171,7 @@ def run(args: argparse.Namespace, port: int, ceiling: dict[int, float]) -> None:
 
     def question(seed: int) -> Awaitable[tuple[float, list[float]]]:
         prompt = f"\n\nQuestion {seed}: {text(12, seed)}?"
-        return ask(port, "/v1/completions", prompt=prompt, max_tokens=args.tokens // 2, logprobs=0, cake=cake)
+        return ask(port, "/v1/completions", prompt=prompt, max_tokens=args.tokens, logprobs=0, cake=cake)
 
     started = time.perf_counter()
     for seed in range(CLIENTS // 2):

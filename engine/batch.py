@@ -35,8 +35,8 @@ class Batch:
 
     A newcomer's prompt is read between the steps of the others, a chunk of tokens of all layers at a time (in parts: a
     chunk in one layer each, since a layer is read to its end before the next one begins), one newcomer after another.
-    slice_s: for so many seconds at most (but one part at least) while others are decoded. readers: with 2, a prompt of
-    which less is left than of the one that is being read is read in turn with it, if there is room for both.
+    slice_s: for so many seconds at most (but one part at least) while others are decoded, and several short prompts in
+    them. readers: with 2, a prompt of which less is left than of the one that is read is read in turn with it.
     What a sequence generates does not depend on who else is there: it has its own rows, budget, and random numbers.
     """
 
@@ -178,7 +178,14 @@ class Batch:
         leave, and the error is raised.
         """
         with self.runner.access.alone(self):
-            return self._decode() + self._read(self.runner.decoder.config.num_layers)
+            outcomes, started = self._decode(), time.perf_counter()
+            hurried = self.slice_s is not None and any(member.next is not None for member in self._members)
+            end = started + (self.slice_s or 0.0)
+            while read := self._read(self.runner.decoder.config.num_layers, end if hurried else math.inf):
+                outcomes += read
+                if self.slice_s is None or time.perf_counter() >= end:
+                    break
+            return outcomes
 
     def read(self) -> list[Outcome]:
         """Read all newcomers to their ends, while nobody is decoded; brings their first tokens."""
@@ -260,14 +267,12 @@ class Batch:
             self._drop(member, keep=member.keep)
         return Outcome(member.sequence, token, finished=token.finish_reason is not None)
 
-    def _read(self, pieces: int | None) -> list[Outcome]:
-        """Read on in a prompt that has not been read, up to so many (layer, chunk) pieces of it."""
+    def _read(self, pieces: int | None, end: float = math.inf) -> list[Outcome]:
+        """Read on in a prompt, up to so many (layer, chunk) pieces of it or to the time `end`; nothing if more is left."""
         member = self._read_last = next_reader(self._members, self._read_last, self.readers, self.arena)
         if member is None:
             return []
         started, done = time.perf_counter(), 0
-        hurried = self.slice_s is not None and any(member.next is not None for member in self._members)
-        end = started + (self.slice_s or 0.0) if hurried else math.inf
         self.runner.all_threads()
         try:
             with self.runner.access.busy(), torch.inference_mode():

@@ -131,3 +131,21 @@ def test_a_slice_ends_a_chunk_early_while_others_are_written(
             batch.join(Sequence(), random_ids(100), options(0, 1), on_chunk=tick)
             batch.step()
             assert len(pieces) == layers, "nobody waits for it"
+
+
+def test_several_short_prompts_are_read_in_one_slice(tmp_path, write_checkpoint, make_runner, random_ids, monkeypatch):
+    runner = make_runner(write_checkpoint(tmp_path / "model"), chunk=8, context=512, step="eager", budget=12, window=4)
+    layers = runner.decoder.config.num_layers
+    now = [0.0]
+    monkeypatch.setattr("cake_infer.engine.batch.time.perf_counter", lambda: now[0])
+
+    def tick(layer, done, tokens):
+        now[0] += 1.0
+
+    for slice_s, expected in ((None, 1), (layers - 0.5, 1), (2 * layers - 0.5, 2), (10.0 * layers, 4)):
+        with Batch(runner, most=5, limit=1_000_000, fixed=True, slice_s=slice_s) as batch:
+            batch.join(Sequence(), random_ids(5), options(0, 50))
+            batch.read()
+            for number in range(4):
+                batch.join(Sequence(), random_ids(6, seed=number), options(number, 2), on_chunk=tick)
+            assert len(batch.step()) == 1 + expected, slice_s
