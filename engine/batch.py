@@ -86,7 +86,7 @@ class Batch:
         self.close()
 
     def __len__(self) -> int:
-        """How many sequences are in the batch, those that wait to be read included."""
+        """How many sequences are in the batch, waiting ones included."""
         return len(self._members)
 
     @property
@@ -268,7 +268,7 @@ class Batch:
         return Outcome(member.sequence, token, finished=token.finish_reason is not None)
 
     def _read(self, pieces: int | None, end: float = math.inf) -> list[Outcome]:
-        """Read on in a prompt, up to so many (layer, chunk) pieces of it or to the time `end`; nothing if more is left."""
+        """Read on in a prompt, up to so many (layer, chunk) pieces or to the time `end`; nothing if more is left."""
         member = self._read_last = next_reader(self._members, self._read_last, self.readers, self.arena)
         if member is None:
             return []
