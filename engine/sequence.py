@@ -89,7 +89,6 @@ class Sequence:
     limit: np.ndarray | None = None
     parked: SavedRows | None = None
     read: int = 0  # tokens whose rows have what the policy left with them: those of the last prefill and before
-    policy: Policy | None = None  # its own, in place of the engine's
     kept_by: str | None = None  # a document's policy: nothing more is evicted, whatever is fed
     policy: Policy | None = None  # in place of the engine's own
     spoilt: bool = False  # a piece or a step was broken off in the middle: the rows mean nothing any more

@@ -175,7 +175,6 @@ class Tenancy:
             read=sequence.read,
             policy=sequence.policy,
             kept_by=sequence.kept_by,
-            policy=sequence.policy,
         )
 
     def restore(self, sequence: Sequence, saved: Checkpoint) -> None:

@@ -14,7 +14,7 @@ from ...cache.budget import Budget
 from ...cache.config import CacheConfig
 from ...cache.policies import make_policy
 from ...cache.policies.base import Policy
-from ..document import ROOM, Document, as_document, document_ids, open_document
+from ..document import CHOSEN, ROOM, Document, as_document, document_cache, document_ids, open_document
 from ..engine import Engine
 from ..fitting import room_for_reply
 from ..generation import MAX_SEED, GenerationConfig
@@ -30,18 +30,6 @@ from .replying import Reading, Running, Stream, WholeReply
 from .scheduler import Scheduler
 from .schemas import CakeOptions, ChatRequest, CompletionRequest, DocumentRequest, Sampling
 
-OF_A_POLICY = {
-    "tau1",
-    "tau2",
-    "gamma",
-    "pool",
-    "indicator",
-    "allocation",
-    "heads",
-    "merge",
-    "policy_options",
-    "schedule",
-}
 MOST_POLICIES = 64  # that are remembered, by name and budget
 ENCODERS = 2  # threads that turn texts into tokens
 Found = TypeVar("Found")
@@ -219,11 +207,12 @@ class Service:
         ids, source = document_ids(self.engine, request.text if request.raw else None, messages, None)
         self._check_prompt(len(ids), 1)
         generation = self.engine.resolved(GenerationConfig(max_new_tokens=ROOM, temperature=0.0))
+        policy = document_cache(self.engine.cache, request.cake.policy).policy
         return ReadJob(
             self.engine,
             ids,
             generation,
-            self._sequence(request.cake, ids),
+            self._sequence(request.cake.model_copy(update={"policy": policy}), ids),
             self.engine.stop_ids,
             _nowhere,
             finish=lambda sequence: as_document(self.engine, sequence, source),
@@ -261,7 +250,7 @@ class Service:
         """Another policy than the server's, with its own constants: what the server was told is of its policy."""
         if (name, budget) not in self._policies:
             base = self.engine.cache
-            plain = {field.name: field.default for field in fields(CacheConfig) if field.name in OF_A_POLICY}
+            plain = {field.name: field.default for field in fields(CacheConfig) if field.name in CHOSEN}
             config = replace(base, **{**plain, "policy": name, "budget": budget})
             if config.spare != base.spare:
                 raise invalid(f"the policy {name} holds rows in another way than this server", "cake.policy")
