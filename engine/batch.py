@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..cache.layout import ArenaSize
 from ..cache.shared import SharedArena
 from ..errors import ArenaFull, CakeError
 from .generation import DEFAULT_MAX_NEW_TOKENS, GenerationConfig
