@@ -26,9 +26,9 @@ QUESTION = 32  # tokens
 CHILD = """
 import sys
 from cake_infer import Engine
-with Engine.load(sys.argv[1], budget=int(sys.argv[2])) as engine:
-    ids = [int(token) for token in open(sys.argv[3]).read().split()]
-    cache = engine.load_document(sys.argv[4]) if len(sys.argv) > 4 else None
+with Engine.load(sys.argv[1], budget=int(sys.argv[2]), threads=int(sys.argv[3]) or None) as engine:
+    ids = [int(token) for token in open(sys.argv[4]).read().split()]
+    cache = engine.load_document(sys.argv[5]) if len(sys.argv) > 5 else None
     next(engine.stream(ids=ids, cache=cache, max_new_tokens=2, temperature=0.0))
     print("first", flush=True)
 """
@@ -64,10 +64,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=7800)
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=0, help="0: one per core")
     args = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as folder,
-        Engine.load(args.model, budget=args.budget) as engine,
+        Engine.load(args.model, budget=args.budget, threads=args.threads or None) as engine,
     ):
         ids = random.Random(0).choices(range(256, engine.config.vocab_size), k=args.tokens + QUESTION)
         document_ids, question = ids[: args.tokens], ids[args.tokens :]
@@ -96,7 +97,7 @@ def main() -> None:
         whole, asked = Path(folder) / "whole.txt", Path(folder) / "question.txt"
         whole.write_text(" ".join(map(str, ids)))
         asked.write_text(" ".join(map(str, question)))
-        child = [sys.executable, "-c", CHILD, args.model, args.budget]
+        child = [sys.executable, "-c", CHILD, args.model, args.budget, args.threads]
         torch_alone = until_it_speaks([sys.executable, "-c", "import torch; print()"])
         new = float(np.median([until_it_speaks([*child, asked, path]) for _ in range(args.rounds + 1)][1:]))
         fresh_process = until_it_speaks([*child, whole])
