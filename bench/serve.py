@@ -141,8 +141,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--budget", type=int, default=512)
-    parser.add_argument("--tokens", type=int, default=96, help="of each reply")
-    parser.add_argument("--long", type=int, default=3600, help="words of the long prompt")
+    parser.add_argument("--tokens", type=int, default=80, help="of each reply")
+    parser.add_argument("--long", type=int, default=2400, help="words of the long prompt")
+    parser.add_argument("--rounds", type=int, default=1, help="requests of each client in the mixed load")
     args = parser.parse_args()
     ceiling = engine_rates(args)
     with server(args) as port:
@@ -191,7 +192,7 @@ def run(args: argparse.Namespace, port: int, ceiling: dict[int, float]) -> None:
     )
 
     async def beside() -> tuple[list[tuple[float, list[float]]], list[tuple[float, list[float]]]]:
-        running = [asyncio.create_task(completion(port, 60, 4 * args.tokens, seed)) for seed in range(3)]
+        running = [asyncio.create_task(completion(port, 60, 3 * args.tokens, seed)) for seed in range(3)]
         await asyncio.sleep(1.0)
         long = asyncio.create_task(completion(port, args.long, 2, 7))
         await asyncio.sleep(0.3)
@@ -221,7 +222,7 @@ def run(args: argparse.Namespace, port: int, ceiling: dict[int, float]) -> None:
         chance = random.Random(number)
         return [
             await completion(port, chance.choice([20, 100, 300, 800]), args.tokens // 2, 100 * number + i)
-            for i in range(2)
+            for i in range(args.rounds)
         ]
 
     async def load() -> list[tuple[float, list[float]]]:

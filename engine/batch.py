@@ -11,10 +11,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..cache.layout import ArenaSize
 from ..cache.shared import SharedArena
 from ..errors import ArenaFull, CakeError
-from .generation import DEFAULT_MAX_NEW_TOKENS, GenerationConfig
+from .fitting import longest_prompts
+from .generation import GenerationConfig
 from .graph import Ahead
 from .member import Member, Outcome, next_reader
 from .picker import Token
@@ -60,16 +60,8 @@ class Batch:
             self.limit = min(limits, default=None)
             self.arena = SharedArena(runner.layout, runner.decoder.device, batch=self.most, limit=self.limit)
             if self.fixed:
-                self.arena.take_all(self._longest())
+                self.arena.take_all(longest_prompts(runner, self.most))
             runner.tenancy.batches.add(self.arena)
-
-    def _longest(self) -> list[ArenaSize]:
-        """As many of the longest prompts as may be here, where a store of its own has room for packed rows."""
-        runner = self.runner
-        if runner.layout.kv_bits is None:
-            return []
-        reply = min(DEFAULT_MAX_NEW_TOKENS, runner.context // 2)
-        return [runner.fit(Sequence(), runner.context - reply, reply).size] * self.most
 
     def close(self) -> None:
         """Let everybody leave, and free the arena. Safe to call twice."""

@@ -9,6 +9,7 @@ from ..cache.budget import check_budget
 from ..cache.layout import ArenaSize
 from ..errors import CakeError, PromptError
 from ..models.rope import Rotary
+from .generation import DEFAULT_MAX_NEW_TOKENS
 from .memory import first_budget
 from .sequence import Sequence
 
@@ -60,6 +61,14 @@ def fit_piece(
         check_budget(budget, window)
         budget = runner.tenancy.affordable(sequence, budget, tokens, new_tokens, window=window, limit=limit)
     return Fit(new_tokens, budget, rotary, runner.tenancy.size_for(sequence, budget, tokens, new_tokens))
+
+
+def longest_prompts(runner: Runner, count: int) -> list[ArenaSize]:
+    """The sizes of so many of the longest prompts, where a store of its own has room for packed rows; else none."""
+    if runner.layout.kv_bits is None:
+        return []
+    reply = min(DEFAULT_MAX_NEW_TOKENS, runner.context // 2)
+    return [runner.fit(Sequence(), runner.context - reply, reply).size] * count
 
 
 def room_for_reply(total: int, new_tokens: int, context: int) -> int:
