@@ -50,6 +50,7 @@ class Batch:
     readers: int = 1
     arena: SharedArena = field(init=False)
     _read_last: Member | None = field(init=False, default=None)
+    _brought: list[Outcome] = field(init=False, default_factory=list)
     _members: list[Member] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
@@ -120,20 +121,10 @@ class Batch:
             if runner.tenancy.is_active(sequence):
                 runner.tenancy.vacate()
             runner.accept(sequence, fit)
-            self._members.append(
-                Member(
-                    sequence,
-                    ids,
-                    generation,
-                    fit.new_tokens,
-                    fit.size,
-                    stop_ids,
-                    on_chunk,
-                    timing or Timing(),
-                    keep,
-                    unread=len(ids) * runner.decoder.config.num_layers,
-                )
-            )
+            unread = len(ids) * runner.decoder.config.num_layers
+            about = (stop_ids, on_chunk, timing or Timing(), keep)
+            member = Member(sequence, ids, generation, fit.new_tokens, fit.size, *about, unread=unread)
+            self._members.append(member)
 
     def leave(self, sequence: Sequence, *, keep: bool = False) -> None:
         """Take a sequence out between two steps; its rows are free at once, or set aside with `keep`.
@@ -168,17 +159,19 @@ class Batch:
 
         Returns what that brought. A sequence that fails (its logits are not numbers, its prompt finds no memory) leaves
         with its error in the list, and the others go on. If the step itself fails, all that were in it are spoilt and
-        leave, and the error is raised.
+        leave, and the error is raised; what the others had been brought before comes with the next step.
         """
         with self.runner.access.alone(self):
-            outcomes, started = self._decode(), time.perf_counter()
+            self._brought += self._decode()
+            started = time.perf_counter()
             hurried = self.slice_s is not None and any(member.next is not None for member in self._members)
             end = started + (self.slice_s or 0.0)
             while read := self._read(self.runner.decoder.config.num_layers, end if hurried else math.inf):
-                outcomes += read
+                self._brought += read
                 if self.slice_s is None or time.perf_counter() >= end:
                     break
-            return outcomes
+            brought, self._brought = self._brought, []
+            return brought
 
     def read(self) -> list[Outcome]:
         """Read all newcomers to their ends, while nobody is decoded; brings their first tokens."""

@@ -235,7 +235,8 @@ class Scheduler:
             return
         now = time.perf_counter()
         for outcome in outcomes:
-            self._take(self._running[id(outcome.sequence)], outcome, now)
+            if (job := self._running.get(id(outcome.sequence))) is not None:
+                self._take(job, outcome, now)
 
     def _take(self, job: Job, outcome: Outcome, now: float) -> None:
         if outcome.token is not None:

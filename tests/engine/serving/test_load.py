@@ -321,6 +321,29 @@ def test_a_step_that_fails_ends_its_requests_and_no_others(serving, monkeypatch)
     assert client.chat.completions.create(model="tiny", messages=prompt(0), max_tokens=5).choices
 
 
+def test_a_prompt_that_cannot_be_read_costs_the_others_no_token(serving, slow, monkeypatch, alone):
+    from cake_infer.engine import prefill
+
+    started = serving()
+    client = started.client()
+    slow.seconds = 0.01
+    stream = client.chat.completions.create(
+        model="tiny", messages=prompt(0), max_tokens=60, temperature=0.9, seed=2, stream=True
+    )
+    text = next(stream).choices[0].delta.content or ""
+    whole = prefill._whole_layer
+
+    def broken(*arguments, **options):
+        raise RuntimeError("no memory for a product")
+
+    monkeypatch.setattr(prefill, "_whole_layer", broken)
+    with pytest.raises(openai.InternalServerError, match="RuntimeError"):
+        client.completions.create(model="tiny", prompt="x y z " * 30, max_tokens=2)
+    monkeypatch.setattr(prefill, "_whole_layer", whole)
+    text += "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert text == alone(started, messages=prompt(0), max_new_tokens=60, temperature=0.9, seed=2).text
+
+
 def test_a_fault_of_the_scheduler_is_told_and_nobody_waits_for_ever(serving, monkeypatch):
     started = serving()
     client = started.client(timeout=10)
