@@ -14,12 +14,7 @@ from cake_infer.cli import COMMANDS, build_parser
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = (
     "README.md",
-    "docs/embedding.md",
-    "docs/design.md",
-    "docs/methods.md",
-    "docs/options.md",
-    "docs/sampling.md",
-    "docs/serving.md",
+    *(f"docs/{name}.md" for name in ("embedding", "design", "methods", "options", "sampling", "serving", "tools")),
 )
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -121,7 +116,9 @@ def test_extras_and_their_packages_are_those_of_the_package() -> None:
 
 
 def test_options_that_are_named_exist() -> None:
-    known = {"--index-url", "--cached"}
+    # of pip, of git, and of lm_eval and llm, whose options stand in docs/tools.md
+    known = {"--index-url", "--cached", "--tasks", "--limit", "--options", "--usage"}
+    known |= {"--apply"}  # _chat_template: a name ends before its underscore
     for command in (None, *COMMANDS):
         known |= {option for action in build_parser(command)._actions for option in action.option_strings}
     for name in TEXTS:

@@ -137,8 +137,8 @@ class CakeLM(TemplateLM):  # type: ignore[misc]
     ) -> list[tuple[float, bool]]:
         """Contexts that are equal are read once, whatever stands behind them."""
         behind: dict[tuple[int, ...], list[int]] = {}
-        for number, (_key, context, continuation) in enumerate(requests):
-            behind.setdefault(tuple(self._fitting(context, len(continuation))), []).append(number)
+        for number, (_key, before, continuation) in enumerate(requests):
+            behind.setdefault(tuple(self._fitting(before, len(continuation))), []).append(number)
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         with _progress(len(requests), "loglikelihood", disable_tqdm) as progress:
             for context, numbers in behind.items():

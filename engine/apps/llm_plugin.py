@@ -37,7 +37,7 @@ LEFT_OUT = {*NOT_FLAGS, "logprobs"}  # llm has no place for them
 Messages = list[dict[str, str]]
 
 
-@llm.hookimpl  # type: ignore[untyped-decorator]
+@llm.hookimpl
 def register_models(register: Any) -> None:
     """What `llm` asks a plugin for."""
     register(CakeModel("cake", None))
@@ -64,7 +64,7 @@ def options_class(any_model: bool) -> type[Any]:
     return type("Options", (made, llm.Options), {"model_config": config})
 
 
-class CakeModel(llm.Model):  # type: ignore[misc]
+class CakeModel(llm.Model):
     """One of our models. `alias` None: whichever the option `model` names."""
 
     can_stream = True

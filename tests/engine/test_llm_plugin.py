@@ -115,7 +115,7 @@ def test_a_conversation_of_one_process_reads_only_what_is_new(plugin, folder):
             pieces = list(chat.send(text, max_new_tokens=8, temperature=0.0))
             assert "".join(piece.text for piece in pieces) == reply
             assert read.usage().input == pieces[-1].stats.prompt_tokens
-    assert replies[1].usage().input < 20 < replies[0].usage().input
+    assert replies[1].usage().input < 40 < replies[0].usage().input
 
 
 def test_a_conversation_that_is_gone_on_with_later_is_read_again(run, plugin, folder):
