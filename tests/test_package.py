@@ -122,7 +122,9 @@ def test_a_wheel_holds_exactly_the_modules_of_git(tmp_path: Path) -> None:
         names = archive.namelist()
     folder = f"cake_infer-{cake_infer.__version__}.dist-info"
     inside = {name.removeprefix("cake_infer/") for name in names if not name.startswith(f"{folder}/")}
-    assert inside == git_modules() | {"py.typed"}
+    static = {name for name in git_files() if name.startswith("engine/serving/static/")}
+    assert {"engine/serving/static/page.html", "engine/serving/static/chat.js"} <= static
+    assert inside == git_modules() | static | {"py.typed"}
     assert f"{folder}/licenses/LICENSE" in names
     with zipfile.ZipFile(wheel) as archive:
         assert "cake-infer = cake_infer.__main__:main" in archive.read(f"{folder}/entry_points.txt").decode()

@@ -16,6 +16,7 @@ from ...errors import CakeError
 from .errors import ApiError, as_api_error
 from .gate import Gate
 from .metrics import CONTENT_TYPE
+from .page import add_page
 from .replying import error_response
 from .service import Service
 
@@ -39,6 +40,7 @@ def create_app(service: Service) -> FastAPI:
     _add_status(app, service)
     _add_replies(app, service)
     _add_documents(app, service)
+    add_page(app, service)
     return app
 
 

@@ -53,7 +53,7 @@ def test_what_is_told_of_a_document_is_what_its_rows_hold(serving):
     document = started.service.shelf.get(told["id"]).document
     n = len(document.snapshot.ids)
     assert len(kept["tokens"]) == n == told["tokens"] > 64
-    assert DOCUMENT in "".join(kept["tokens"])
+    assert DOCUMENT[:250] in "".join(kept["tokens"])  # the last of it is fed with the question
     special = started.engine.tokenizer.special_ids
     assert kept["special"] == [i for i, token in enumerate(document.snapshot.ids) if token in special]
     positions, start = document.snapshot.rows.position.tolist(), 0
@@ -124,7 +124,7 @@ class Browser:
 
     def go(self, url):
         self.call("Page.navigate", url=url)
-        self.until("document.readyState === 'complete' && $('model').textContent")
+        self.until("document.readyState === 'complete' && ($('model') || {}).textContent")
 
     def type(self, name, text):
         self.value(f"$('{name}').focus()")
@@ -204,10 +204,10 @@ def test_a_chat_streams_stops_and_remembers(serving, slow, browser, alone, wait_
 
 
 @in_browser
-def test_a_document_is_read_shown_and_asked_about(serving, browser, alone):
+def test_a_document_is_read_shown_and_asked_about(serving, browser):
     from cake_infer import Engine
 
-    started = serving()
+    started = serving(load={"policy": "cake"})
     browser.go(started.url)
     browser.type("paste", DOCUMENT)
     browser.value("$('read').click()")
@@ -217,7 +217,7 @@ def test_a_document_is_read_shown_and_asked_about(serving, browser, alone):
     n, rows = document.tokens, document.snapshot.rows
     counts = np.bincount(rows.position.numpy(), minlength=n)
     text = "".join(browser.value("[...$('text').children].map(one => one.textContent)"))
-    assert DOCUMENT in text  # as text: its <b> is none
+    assert DOCUMENT[:250] in text  # as text: its <b> is none
     shades = browser.value("[...$('text').children].map(one => Number(one.classList[0].slice(1)))")
     expected = [0 if c == 0 else max(1, int(10 * c / rows.length.size + 0.5)) for c in counts.tolist()]
     assert shades == expected
