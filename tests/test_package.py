@@ -71,6 +71,17 @@ def test_the_version_is_the_projects() -> None:
     assert project()["project"]["version"] == cake_infer.__version__
 
 
+def test_every_entry_point_names_what_there_is() -> None:
+    told = project()["project"]
+    groups = [told["scripts"], *told["entry-points"].values()]
+    points = [point for group in groups for point in group.values()]
+    assert len(points) >= 4
+    for point in points:
+        module, _, name = point.partition(":")
+        source = ROOT.joinpath(*module.split(".")[1:]).with_suffix(".py").read_text(encoding="utf-8")
+        assert not name or f"\ndef {name}(" in source or f"\nclass {name}(" in source, point
+
+
 def test_every_public_name_is_there() -> None:
     missing = [name for name in cake_infer.__all__ if not hasattr(cake_infer, name)]
     assert missing == []
