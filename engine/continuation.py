@@ -32,7 +32,8 @@ def score_continuations(runner: Runner, context: Sequence[int], continuations: S
 
     Its rows are what the policy keeps of it before a reply. The continuations' tokens are treated as a reply's: with
     `grow` all are kept, so that they are fed in one piece; with `hold` they are fed one by one, each in a slot that
-    another one gives up. Raises PromptError where one is empty or does not fit the context, with both numbers.
+    another one gives up, and so they are with `kv_bits`, where they are packed as they leave the window. Raises
+    PromptError where one is empty or does not fit the context, with both numbers.
     """
     if not all(map(len, continuations)):
         raise PromptError("a continuation is empty: there is no token to score")
@@ -47,7 +48,8 @@ def score_continuations(runner: Runner, context: Sequence[int], continuations: S
         sequence = TextSequence()
         tenancy = runner.tenancy
         fit = runner.fit(sequence, len(context), longest, limit=tenancy.allowed)
-        room = longest if runner.hold else 1  # what is fed in one piece is staged, layer by layer, and never kept
+        stepwise = runner.hold or runner.layout.kv_bits is not None
+        room = longest if stepwise else 1  # what is fed in one piece is staged, layer by layer, and never kept
         tenancy.set_aside()
         tenancy.make(tenancy.size_for(sequence, fit.budget, len(context), room))
         tenancy.activate(sequence)
@@ -55,7 +57,7 @@ def score_continuations(runner: Runner, context: Sequence[int], continuations: S
         with runner.access.whole(sequence):
             first = runner.feed(sequence, list(context), room)[None]  # [1, vocab]
         saved = tenancy.checkpoint(sequence)
-        follow = _one_by_one if runner.hold else _in_one_piece
+        follow = _one_by_one if stepwise else _in_one_piece
         return [_scored(runner, first, follow(runner, sequence, saved, ids[:-1]), ids) for ids in continuations]
 
 
@@ -65,7 +67,7 @@ def _in_one_piece(runner: Runner, sequence: TextSequence, saved: Checkpoint, ids
         return
     tenancy, rows = runner.tenancy, saved.rows
     assert rows is not None
-    tenancy.restore(sequence, replace(saved, rows=replace(rows, capacity=rows.length)))
+    tenancy.restore(sequence, replace(saved, rows=rows.tight()))
     held, heads = rows.length, runner.layout.num_kv_heads
     tenancy.make(ArenaSize(int(held.sum()), heads * (int(held.max()) + len(ids)), 0))
     tenancy.activate(sequence)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ...cache.saved_rows import TABLES, whole
 from ...models.tokenizer import Tokenizer
 from ..document import Document
 from ..evaluation.inspection import token_texts
@@ -20,11 +21,20 @@ def kept_tokens(document: Document, tokenizer: Tokenizer) -> dict[str, Any]:
     """
     texts, special = token_texts(tokenizer, document.snapshot.ids)
     rows = document.snapshot.rows
-    position, start, bits = rows.position.cpu().numpy(), 0, []
-    for lengths in rows.length.tolist():
-        table = np.zeros((len(lengths), len(texts)), dtype=np.uint8)
-        for head, length in enumerate(lengths):
-            table[head, position[start : start + length]] = 1
-            start += length
-        bits.append(base64.b64encode(np.packbits(table, axis=1, bitorder="little").tobytes()).decode())
+    layers, heads = rows.length.shape
+    table = np.zeros((layers, heads, len(texts)), dtype=np.uint8)
+    _mark(table, rows.position.cpu().numpy(), rows.length, rows.length)
+    if rows.packed is not None:
+        position = rows.packed.tables[TABLES.index("position")].cpu().numpy()
+        _mark(table, position, rows.packed.length, whole(rows.packed.length))
+    packed = np.packbits(table, axis=2, bitorder="little")
+    bits = [base64.b64encode(layer.tobytes()).decode() for layer in packed]
     return {"tokens": texts, "special": special, "bits": bits}
+
+
+def _mark(table: np.ndarray, position: np.ndarray, length: np.ndarray, room: np.ndarray) -> None:
+    """Set `table` `[layers, kv_heads, tokens]` where a row has a token; rows lie side by side, in `room` slots."""
+    ends = np.cumsum(room).reshape(room.shape)
+    for layer, head in np.ndindex(*length.shape):
+        start = ends[layer, head] - room[layer, head]
+        table[layer, head, position[start : start + length[layer, head]]] = 1

@@ -54,21 +54,29 @@ def test_each_token_sees_what_was_kept_of_the_context_and_its_continuation_so_fa
         torch.testing.assert_close(found.double(), reference, **CLOSE)
 
 
-@pytest.mark.parametrize("decode_policy", ["grow", "hold"])
-@pytest.mark.parametrize("step", ["eager", "auto"])
+@pytest.mark.parametrize(
+    ("step", "more"),
+    [
+        ("eager", {"decode_policy": "grow"}),
+        ("auto", {"decode_policy": "grow"}),
+        ("eager", {"decode_policy": "hold"}),
+        ("auto", {"decode_policy": "hold"}),
+        ("eager", {"kv_bits": 4}),
+    ],
+)
 def test_they_are_the_log_likelihoods_that_a_reply_of_these_tokens_has(
-    model_folder, make_runner, force, random_ids, decode_policy, step
+    model_folder, make_runner, force, random_ids, step, more
 ):
-    options = {"budget": 24, "window": 8, "decode_policy": decode_policy, "step": step}
-    folder = model_folder()
-    context, tail = random_ids(100), random_ids(40, seed=1)
+    options = {"budget": 64, "window": 32, "step": step, **more}
+    folder = model_folder(hidden_size=64, head_dim=32, num_attention_heads=4)
+    context, tail = random_ids(150), random_ids(80, seed=1)
     (scored,) = score_continuations(make_runner(folder, **options), context, [tail])
     seen = force(tail)
     reply = make_runner(folder, **options)
-    generation = resolve_generation(GenerationConfig(max_new_tokens=40, temperature=0.0), None)
+    generation = resolve_generation(GenerationConfig(max_new_tokens=80, temperature=0.0), None)
     assert [token.id for token in reply.generate(Sequence(), context, generation)] == tail
     torch.testing.assert_close(numbers([scored])[0].double(), log_likelihoods(torch.stack(seen), tail), **CLOSE)
-    other = {**options, "decode_policy": {"grow": "hold", "hold": "grow"}[decode_policy]}
+    other = {**options, "kv_bits": None, "decode_policy": "grow" if more.get("decode_policy") == "hold" else "hold"}
     (different,) = score_continuations(make_runner(folder, **other), context, [tail])
     assert abs(sum(different.logprobs) - sum(scored.logprobs)) > 0.01
 
