@@ -101,7 +101,7 @@ function layers() {
       (shown(layer) ? whole(mean) : '') + '</span>';
     return row;
   }));
-  $('marks').innerHTML = 'budget' + (even ? '' : '<u></u><span class="unit">preference</span>');
+  $('marks').innerHTML = 'budget' + (even ? '' : '<span class="unit"><u></u>preference</span>');
   $('share').textContent = (100 * cell.share).toFixed(1) + '%';
   $('mean').textContent = whole(sum(means) / L);
   strips();
