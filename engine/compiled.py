@@ -121,6 +121,7 @@ class CompiledStep:
             return
         from .kernels.attention import PIECES
         from .kernels.digits import scratch_bytes
+        from .kernels.tiles import tile_bytes
 
         config, threads = self.decoder.config, self.threads
         kv_heads, pieces = config.num_kv_heads, -(-columns // 64)
@@ -134,7 +135,8 @@ class CompiledStep:
         self._space = (
             floats(n, config.hidden_size),
             floats(threads, n, wide + 64),  # apart in memory: no two threads share a cache line
-            np.zeros((threads, n, scratch_bytes(widest)), dtype=np.int8),
+            np.zeros((threads, n, scratch_bytes(widest * min(self._weights.itemsize, 2))), dtype=np.int8),
+            _in_lines(threads, tile_bytes(widest, n)),
             floats(threads, group, config.head_dim),
             floats(threads, group, PIECES[-1]),
             floats(n, (config.num_heads + 2 * kv_heads) * config.head_dim),
@@ -243,6 +245,14 @@ def _address(matrix: Matrix) -> tuple[int, int]:
         return matrix.data_ptr(), 0
     assert matrix.data.is_contiguous()
     return matrix.data.data_ptr(), matrix.factors.data_ptr()
+
+
+def _in_lines(*shape: int) -> np.ndarray:
+    """int8 zeros that begin with a cache line."""
+    line, size = 64, int(np.prod(shape))
+    memory = np.zeros(size + line, dtype=np.int8)
+    start = -memory.ctypes.data % line
+    return memory[start : start + size].reshape(shape)
 
 
 def _as_stored(store: Tensor) -> np.ndarray:

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 NO_NUMBA = "numba is not installed (pip install 'cake-infer[cpu]')"
 ON_CPU = "the compiled step runs on a CPU"
-SOURCES = ("arithmetic", "digits", "matvec", "attention", "int4", "rows", "team", "vectors", "step", "window")
+SOURCES = ("arithmetic", "digits", "matvec", "attention", "int4", "rows", "team", "tiles", "vectors", "step", "window")
 
 
 def load_step() -> ModuleType:
@@ -61,10 +61,17 @@ def cache_folder() -> Path:
     """
     from llvmlite import binding  # not numba, which takes several times as long to import
 
+    from .processor import has_tiles
+
     digest = hashlib.sha256()
     for name in SOURCES:
         digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
-    for fact in (version("numba"), binding.get_host_cpu_name(), str(binding.get_host_cpu_features())):
+    for fact in (
+        version("numba"),
+        binding.get_host_cpu_name(),
+        str(binding.get_host_cpu_features()),
+        str(has_tiles()),
+    ):
         digest.update(fact.encode())
     folder = kernel_home() / digest.hexdigest()[:16]
     try:

@@ -163,12 +163,12 @@ def sum_groups(x: Any, sums: Any) -> None:
         sums[(group if group < groups // GROUPS * GROUPS else group + missing) * GROUPS] = total
 
 
-def take(x: Any, scratch: Any, like: Any) -> Any:
+def take_one(x: Any, scratch: Any, like: Any) -> Any:
     """Write a vector's digits into a thread's scratch, if the products with weights like these are made from them."""
     raise AssertionError("compiled code only")
 
 
-@overload(take, fastmath=FASTMATH)
+@overload(take_one, fastmath=FASTMATH)
 def _take(x: Any, scratch: Any, like: Any) -> Any:
     if SUPPORTED and like.dtype == int8:
 

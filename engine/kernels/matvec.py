@@ -17,21 +17,24 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 from .arithmetic import FASTMATH, LINE, ask_for, pointer, widen
-from .digits import SUPPORTED, int8_products, stride_of
+from .digits import SUPPORTED, int8_products, stride_of, take_one
 from .int4 import int4_rows
+from .tiles import ROWS, in_tiles, take_in_tiles, tile_rows
+from .tiles import SUPPORTED as TILES
 from .vectors import REAL, REALS, WIDTH, Vectors
 
 BLOCK = 4
+UNIT = ROWS if TILES else BLOCK  # rows of which a thread's part is a multiple
 AHEAD = 4096  # bytes between what is worked on and what is asked for
 ITEMS = {float32: 4, uint16: 2, int8: 1}  # bytes of a stored number
 
 
 @njit(error_model="numpy")
 def share(count: int, part: int, parts: int) -> tuple[int, int]:
-    """Begin and end of one thread's part of `count` rows; parts begin at whole blocks: a row's path never changes."""
-    blocks = count // BLOCK
-    begin = blocks * part // parts * BLOCK
-    end = count if part == parts - 1 else blocks * (part + 1) // parts * BLOCK
+    """Begin and end of one thread's part of `count` rows; parts begin at whole units: a row's path never changes."""
+    units = count // UNIT
+    begin = units * part // parts * UNIT
+    end = count if part == parts - 1 else units * (part + 1) // parts * UNIT
     return begin, end
 
 
@@ -62,21 +65,37 @@ def ask_for_part(address: int, rows: int, columns: int, part: int, parts: int, l
     ask_for(address + begin * bytes_of(columns, like), AHEAD)
 
 
+@njit(error_model="numpy")
+def take(x: Any, notes: Any, like: Any) -> None:
+    """Make vectors `[n, columns]` ready for products with weights like these.
+
+    notes: a thread's scratch int8 `[n, bytes]`, see digits.py, and its memory for tiles, see tiles.py.
+    """
+    scratch, memory = notes
+    if in_tiles(x.shape[1], like):
+        take_in_tiles(x, scratch, memory, like)
+    else:
+        for s in range(x.shape[0]):
+            take_one(x[s], scratch[s], like)
+
+
 def rows_times(
-    address: Any, scales: Any, begin: Any, end: Any, x: Any, scratch: Any, out: Any, at: Any, like: Any
+    address: Any, scales: Any, begin: Any, end: Any, x: Any, notes: Any, out: Any, at: Any, like: Any
 ) -> Any:
     """`out[s, at + r] = matrix[r] . x[s]` for rows begin..end and every vector; `scales`: address of the factors, or 0.
 
-    `scratch` `[n, bytes]` is the thread's, into which `digits.take` has put the vectors. A block of rows meets all of
-    them while it is in the core's first cache.
+    `notes` are the thread's, into which `take` has put the vectors. A block of rows meets all of them while it is in
+    the core's first cache.
     """
     raise AssertionError("compiled code only")
 
 
 @overload(rows_times, fastmath=FASTMATH)
 def _rows_times(
-    address: Any, scales: Any, begin: Any, end: Any, x: Any, scratch: Any, out: Any, at: Any, like: Any
+    address: Any, scales: Any, begin: Any, end: Any, x: Any, notes: Any, out: Any, at: Any, like: Any
 ) -> Any:
+    if TILES and like.dtype in (uint16, int8):
+        return rows_in_tiles
     if like.dtype in (float32, uint16):
         return plain_rows
     if like.dtype == int8:
@@ -181,29 +200,58 @@ def scalar_product(x: Any, stored: Any, first: int) -> Any:
     return total
 
 
+def rows_in_tiles(
+    address: Any, scales: Any, begin: Any, end: Any, x: Any, notes: Any, out: Any, at: Any, like: Any
+) -> Any:
+    """bf16, and int8 with one scale per row; what a block of tiles does not cover is widened."""
+    columns = x.shape[1]
+    if not in_tiles(columns, like) or end - begin < ROWS:
+        stored_rows(address, begin, end, x, out, at, like)
+        scale_rows(scales, begin, end, out, at)
+        return
+    scratch, memory = notes
+    tile_rows(address, scales, begin, end, x, scratch, memory, out, at, like)
+    whole = columns * like.itemsize // LINE * LINE // like.itemsize
+    if whole < columns:
+        matrix = carray(pointer(address, like), (end, columns))
+        scale = carray(pointer(scales, x), (end if scales else 0,))
+        for s in range(x.shape[0]):
+            for row in range(begin, end):
+                rest = scalar_product(x[s], matrix[row], whole)
+                out[s, at + row] += rest * scale[row] if scales else rest
+
+
+@njit(fastmath=FASTMATH, error_model="numpy")
+def scale_rows(scales: int, begin: int, end: int, out: Any, at: int) -> None:
+    """Multiply rows by the fp32 scales at an address, if there is one."""
+    if scales:
+        scale = carray(pointer(scales, out), (end,))
+        for s in range(out.shape[0]):
+            line, factors = out[s, at + begin : at + end], scale[begin:end]
+            for row in range(line.shape[0]):
+                line[row] *= factors[row]
+
+
 def plain_rows(
-    address: Any, scales: Any, begin: Any, end: Any, x: Any, scratch: Any, out: Any, at: Any, like: Any
+    address: Any, scales: Any, begin: Any, end: Any, x: Any, notes: Any, out: Any, at: Any, like: Any
 ) -> Any:
     """fp32 and bf16, which need no scale."""
     stored_rows(address, begin, end, x, out, at, like)
 
 
 def scaled_rows(
-    address: Any, scales: Any, begin: Any, end: Any, x: Any, scratch: Any, out: Any, at: Any, like: Any
+    address: Any, scales: Any, begin: Any, end: Any, x: Any, notes: Any, out: Any, at: Any, like: Any
 ) -> Any:
     """int8 with one scale per row."""
     if SUPPORTED and x.shape[1] % WIDTH == 0:
-        integer_rows(address, begin, end, x, scratch, out, at)
+        integer_rows(address, begin, end, x, notes[0], out, at)
     else:
         stored_rows(address, begin, end, x, out, at, like)
-    scale = carray(pointer(scales, x), (end,))
-    for s in range(x.shape[0]):
-        for row in range(begin, end):
-            out[s, at + row] *= scale[row]
+    scale_rows(scales, begin, end, out, at)
 
 
 def grouped_rows(
-    address: Any, scales: Any, begin: Any, end: Any, x: Any, scratch: Any, out: Any, at: Any, like: Any
+    address: Any, scales: Any, begin: Any, end: Any, x: Any, notes: Any, out: Any, at: Any, like: Any
 ) -> Any:
     """int4 with a scale and a lowest value per group of columns."""
-    int4_rows(address, scales, begin, end, x, scratch, out, at)
+    int4_rows(address, scales, begin, end, x, notes[0], out, at)

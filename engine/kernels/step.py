@@ -15,9 +15,10 @@ from numba.extending import overload
 
 from .arithmetic import FASTMATH, activate_and_gate, narrow, pointer, widen
 from .attention import attend_piece, combine, least_attended, piece_columns, pieces_of
-from .digits import GROUP, take
-from .matvec import ask_for_part, rows_times, share
+from .digits import GROUP
+from .matvec import ask_for_part, rows_times, share, take
 from .team import meet
+from .tiles import begin_tiles, end_tiles
 
 # the order of a layer's matrices in the table of addresses
 Q, K, V, OUT, GATE, UP, DOWN = range(7)
@@ -172,6 +173,7 @@ def decode_step(
     hidden: Any,  # fp32 [n, hidden] and the rest of the work space
     local: Any,  # fp32 [threads, n, max(hidden, heads * head_dim)]
     scratch: Any,  # int8 [threads, n, bytes]: see kernels/digits.py
+    memory: Any,  # int8 [threads, bytes], at whole cache lines: see kernels/tiles.py
     turned: Any,  # fp32 [threads, group, head_dim]
     weights: Any,  # fp32 [threads, group, the longest piece]
     qkv: Any,  # fp32 [n, (heads + 2 kv_heads) * head_dim]
@@ -197,7 +199,8 @@ def decode_step(
     group, n = heads // kv_heads, tokens.shape[0]
     q_rows, kv_rows = heads * dim, kv_heads * dim
     met = 0
-    notes = scratch[thread]
+    notes = scratch[thread], memory[thread]
+    begin_tiles(memory[thread], n, like_weight)
     for s in range(thread, n, threads):
         embed_row(tokens[s], ends[0, 0], ends[0, 1], constants[2], hidden[s], like_weight)
     if layers:
@@ -214,7 +217,7 @@ def decode_step(
         ask_for_part(matrices[layer, V, 0], kv_rows, width, thread, threads, like_weight)
         for s in range(n):
             normed_into(hidden[s], norms[layer, 0], eps, x[s])
-            take(x[s], notes[s], like_weight)
+        take(x, notes, like_weight)
         begin, end = share(q_rows, thread, threads)
         rows_times(matrices[layer, Q, 0], matrices[layer, Q, 1], begin, end, x, notes, qkv, 0, like_weight)
         add_bias(qkv, qkv_bias[layer], begin, end, 0)
@@ -290,7 +293,7 @@ def decode_step(
                     )
                     if thread == 0:
                         joined[s, 0, head, g], joined[s, 1, head, g] = best, mass
-            take(x[s], notes[s], like_weight)
+        take(x, notes, like_weight)
         begin, end = share(width, thread, threads)
         update = middle[0]
         rows_times(matrices[layer, OUT, 0], matrices[layer, OUT, 1], begin, end, x, notes, update, 0, like_weight)
@@ -310,7 +313,7 @@ def decode_step(
         ask_for_part(matrices[layer, UP, 0], intermediate, width, thread, threads, like_weight)
         for s in range(n):
             normed_into(hidden[s], norms[layer, 1], eps, x[s])
-            take(x[s], notes[s], like_weight)
+        take(x, notes, like_weight)
         begin, end = share(intermediate, thread, threads)
         gate, up = middle[0], middle[1]
         rows_times(matrices[layer, GATE, 0], matrices[layer, GATE, 1], begin, end, x, notes, gate, 0, like_weight)
@@ -324,8 +327,7 @@ def decode_step(
         meet(counter, met, threads)
         begin, end = share(width, thread, threads)
         gated, x = middle[0, :, :intermediate], local[thread, :, :width]
-        for s in range(n):
-            take(gated[s], notes[s], like_weight)
+        take(gated, notes, like_weight)
         rows_times(matrices[layer, DOWN, 0], matrices[layer, DOWN, 1], begin, end, gated, notes, x, 0, like_weight)
         add_bias(x, mlp_bias[layer, 2 * intermediate :], begin, end, 0)
         for s in range(n):
@@ -340,6 +342,7 @@ def decode_step(
     x = local[thread, :, :width]
     for s in range(n):
         normed_into(hidden[s], norms[layers, 0], eps, x[s])
-        take(x[s], notes[s], like_weight)
+    take(x, notes, like_weight)
     begin, end = share(vocab, thread, threads)
     rows_times(ends[1, 0], ends[1, 1], begin, end, x, notes, out, 0, like_weight)
+    end_tiles(like_weight)

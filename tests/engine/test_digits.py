@@ -20,11 +20,24 @@ COLUMNS = [("int8", columns) for columns in (16, 64, 80, 96, 128, 576, 1600)] + 
 ]
 
 
+scaled_rows = njit(matvec.scaled_rows)  # where a CPU has matrix tiles, the step takes those
+
+
 @njit
-def by_digits(address, factors, begin, end, x, scratch, out, like):
+def int8_by_digits(address, factors, begin, end, x, scratch, out, like):
     for s in range(x.shape[0]):
-        digits.take(x[s], scratch[s], like)
-    matvec.rows_times(address, factors, begin, end, x, scratch, out, 0, like)
+        digits.take_one(x[s], scratch[s], like)
+    scaled_rows(address, factors, begin, end, x, (scratch, scratch), out, 0, like)
+
+
+@njit
+def int4_by_digits(address, factors, begin, end, x, scratch, out, like):
+    for s in range(x.shape[0]):
+        digits.take_one(x[s], scratch[s], like)
+    matvec.rows_times(address, factors, begin, end, x, (scratch, scratch), out, 0, like)
+
+
+BY_DIGITS = {"int8": int8_by_digits, "int4": int4_by_digits}
 
 
 @njit
@@ -47,7 +60,7 @@ def product(matrix, x: np.ndarray, quant: str, begin: int = 0, end: int = ROWS) 
     x = np.atleast_2d(x)
     scratch = np.full((len(x), digits.scratch_bytes(1664)), 77, np.int8)
     out = np.full((len(x), ROWS), np.nan, np.float32)
-    by_digits(matrix.data.data_ptr(), matrix.factors.data_ptr(), begin, end, x, scratch, out, LIKE[quant])
+    BY_DIGITS[quant](matrix.data.data_ptr(), matrix.factors.data_ptr(), begin, end, x, scratch, out, LIKE[quant])
     return out.squeeze(0) if len(x) == 1 else out
 
 

@@ -1,0 +1,407 @@
+"""Products of bf16 and int8 weights with fp32 activations in a CPU's matrix tiles (AMX), as exact as fp32.
+
+A tile instruction adds 16 rows of weights times up to 16 vectors over 64 bytes of each row, so that a batch costs the
+core little more than one vector. Weights are read where they lie, row-major as they are. A vector is written as three
+planes: for bf16 weights x = high + middle + low, three bf16 that hold its 24 bits exactly; for int8 weights the three
+digits of `digits.py`. Each plane has sums of its own, joined at the end in fp32. A column of a tile never meets another
+one: a vector's products do not depend, bit for bit, on how many vectors there are.
+
+Memory of a thread, see `tile_bytes`: the tiles' shape, sums of three planes, and where there are several vectors, for
+every 16 of them, their units fp32 `[16]` and the planes in tiles of 16 words (of 2 bf16 or 4 digits) of 16 vectors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import carray, int8, njit, types, uint16
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
+
+from .arithmetic import FASTMATH, LINE, pointer
+from .digits import PLANES, Integers, split, stride_of
+from .processor import has_tiles
+from .vectors import BYTE, REAL, REALS, WIDTH, WORDS, Vectors
+
+ROWS = 16  # of weights in a tile
+TILE = ROWS * LINE  # bytes
+AHEAD = 4096  # bytes of a long row between what is worked on and what is asked for
+NEAR = 1 << 16  # a block of 16 rows up to this size asks for the next one instead
+SUMS = LINE  # where the sums lie in a thread's memory, and the planes of several vectors
+SPREAD = SUMS + PLANES * TILE
+SUPPORTED = has_tiles()
+
+
+def tile_bytes(columns: int, vectors: int) -> int:
+    """Bytes of a thread's memory for so many vectors of up to so many numbers."""
+    blocks = -(-vectors // WIDTH)
+    return SPREAD + blocks * (LINE + PLANES * -(-columns * 2 // LINE) * TILE)
+
+
+class Tiles(Integers):
+    """The tile instructions; tiles are named by number."""
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        kinds = [argument.type for argument in arguments]
+        kind = ir.FunctionType(ir.VoidType(), kinds)
+        self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.x86.{name}"), arguments)
+
+    def _number(self, tile: int) -> Any:
+        return ir.Constant(BYTE, tile)
+
+    def _pointer(self, address: Any) -> Any:
+        return self.builder.inttoptr(address, BYTE.as_pointer())
+
+    def configure(self, address: Any) -> None:
+        self._call("ldtilecfg", self._pointer(address))
+
+    def release(self) -> None:
+        self._call("tilerelease")
+
+    def zero(self, tile: int) -> None:
+        self._call("tilezero", self._number(tile))
+
+    def read(self, tile: int, address: Any, stride: Any) -> None:
+        self._call("tileloadd64", self._number(tile), self._pointer(address), stride)
+
+    def write(self, tile: int, address: Any, stride: Any) -> None:
+        self._call("tilestored64", self._number(tile), self._pointer(address), stride)
+
+    def multiply(self, name: str, total: int, weights: int, vectors: int) -> None:
+        self._call(name, *(self._number(tile) for tile in (total, weights, vectors)))
+
+    def transposed(self, lines: list[Any]) -> list[Any]:
+        """Sixteen vectors of sixteen words, transposed: four perfect shuffles of the lines."""
+        for _ in range(4):
+            mixed = []
+            for low, high in zip(lines[: WIDTH // 2], lines[WIDTH // 2 :], strict=True):
+                for start in (0, WIDTH // 2):
+                    order = [start + i // 2 + i % 2 * WIDTH for i in range(WIDTH)]
+                    mixed.append(self.builder.shuffle_vector(low, high, ir.Constant(WORDS, order)))
+            lines = mixed
+        return lines
+
+
+@intrinsic
+def configure(typingctx: Any, address: Any) -> Any:
+    """Give the tiles the shape that 64 bytes at an address say."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        Tiles(builder).configure(args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic
+def release(typingctx: Any) -> Any:
+    """Forget what is in the tiles, and their shape."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        Tiles(builder).release()
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def split_bf16(typingctx: Any, vector: Any, planes: Any, stride: Any, rounds: Any) -> Any:
+    """Write 32 * `rounds` fp32 numbers as three bf16 each, planes `stride` bytes apart; addresses.
+
+    Each part is cut off, not rounded, so that their sum is the number itself; of one that is not finite it is NaN.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        make, (x, target, step, count) = Vectors(builder), args
+        upper = ir.Constant(WORDS, [0xFFFF0000] * WIDTH)
+        half = ir.Constant(WORDS, [16] * WIDTH)
+        with cgutils.for_range(builder, count) as loop:
+            place = builder.mul(loop.index, make.constant(2 * LINE))
+            numbers = [make.load(x, builder.add(place, make.constant(offset)), 4) for offset in (0, LINE)]
+            left = [
+                builder.shuffle_vector(*numbers, ir.Constant(WORDS, list(range(start, 2 * WIDTH, 2))))
+                for start in (0, 1)
+            ]
+            for plane in range(PLANES):
+                even, odd = (builder.and_(builder.bitcast(part, WORDS), upper) for part in left)
+                words = builder.or_(builder.lshr(even, half), odd)
+                offset = builder.add(
+                    builder.mul(step, make.constant(plane)), builder.mul(loop.index, make.constant(LINE))
+                )
+                builder.store(words, make.at(target, offset, WORDS), align=4)
+                left = [
+                    builder.fsub(part, builder.bitcast(cut, REALS)) for part, cut in zip(left, (even, odd), strict=True)
+                ]
+        return context.get_dummy_value()
+
+    return types.void(*(types.int64,) * 4), codegen
+
+
+@intrinsic
+def spread(typingctx: Any, planes: Any, apart: Any, step: Any, vectors: Any, rounds: Any, out: Any) -> Any:
+    """Write a plane of up to 16 vectors, `apart` bytes apart, into tiles `step` bytes apart; addresses.
+
+    Vectors from `vectors` on are zeros.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        make, (source, stride, step, count, rounds, target) = Tiles(builder), args
+        zeros = ir.Constant(WORDS, [0] * WIDTH)
+        with cgutils.for_range(builder, rounds) as loop:
+            start = builder.add(source, builder.mul(loop.index, make.constant(LINE)))
+            lines = []
+            for vector in range(WIDTH):
+                there = builder.icmp_signed(">", count, make.constant(vector))
+                # where there is none, the first one's line is read and dropped: no branch
+                offset = builder.select(there, builder.mul(stride, make.constant(vector)), make.constant(0))
+                line = builder.load(make.at(start, offset, WORDS), align=4)
+                lines.append(builder.select(there, line, zeros))
+            tile = builder.add(target, builder.mul(loop.index, step))
+            for row, line in enumerate(make.transposed(lines)):
+                builder.store(line, make.at(tile, make.constant(row * LINE), WORDS), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*(types.int64,) * 6), codegen
+
+
+@intrinsic
+def tile_products(
+    typingctx: Any,
+    weights: Any,
+    row_bytes: Any,
+    planes: Any,
+    plane_step: Any,
+    round_step: Any,
+    stride: Any,
+    rounds: Any,
+    sums: Any,
+    ahead: Any,
+    like: Any,
+) -> Any:
+    """Sixteen rows times up to 16 vectors over `rounds` cache lines of each row; addresses and bytes.
+
+    The sums of a plane are fp32 or int32 `[16, vectors]`, rows `stride` bytes apart as those of the planes' tiles are.
+    A round asks for one line of each row, `ahead` bytes further on.
+    """
+    name = "tdpbf16ps" if like.dtype == uint16 else "tdpbssd"
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        make, (base, step, taken, plane_step, round_step, stride, count, target, ahead, _) = Tiles(builder), args
+        for plane in range(PLANES):
+            make.zero(plane)
+        with cgutils.for_range(builder, count) as loop:
+            line = builder.add(base, builder.mul(loop.index, make.constant(LINE)))
+            make.read(PLANES, line, step)
+            tile = builder.add(taken, builder.mul(loop.index, round_step))
+            asked = builder.add(line, ahead)
+            for plane in range(PLANES):
+                place = builder.add(tile, builder.mul(plane_step, make.constant(plane)))
+                make.read(PLANES + 1 + plane, place, stride)
+                make.multiply(name, plane, PLANES, PLANES + 1 + plane)
+                for row in range(ROWS * plane // PLANES, ROWS * (plane + 1) // PLANES):
+                    make.ask(asked, builder.mul(step, make.constant(row)))
+        for plane in range(PLANES):
+            make.write(plane, builder.add(target, make.constant(plane * TILE)), stride)
+        return context.get_dummy_value()
+
+    return types.void(*(types.int64,) * 9, like), codegen
+
+
+@intrinsic
+def join_one(typingctx: Any, sums: Any, unit: Any, scales: Any, out: Any, like: Any) -> Any:
+    """One vector's sums of sixteen rows, its planes joined; of int8 times its unit and the rows' scales; addresses."""
+    narrow = like.dtype == int8
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        make, (source, unit, scales, target, _) = Tiles(builder), args
+        line = _joined(make, source, 0, narrow)
+        if narrow:
+            factor = make.splat(builder.load(make.at(unit, make.constant(0), REAL)))
+            line = builder.fmul(builder.fmul(line, factor), make.load(scales, make.constant(0), 4))
+        builder.store(line, make.at(target, make.constant(0), REALS), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*(types.int64,) * 4, like), codegen
+
+
+@intrinsic
+def join_many(typingctx: Any, sums: Any, units: Any, scales: Any, vectors: Any, out: Any, apart: Any, like: Any) -> Any:
+    """The same for up to 16 vectors, whose results lie `apart` bytes apart."""
+    narrow = like.dtype == int8
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        make, (source, units, scales, count, target, apart, _) = Tiles(builder), args
+        lines = [_joined(make, source, row, narrow) for row in range(ROWS)]
+        if narrow:
+            factors = make.load(units, make.constant(0), 4)
+            lines = [builder.fmul(line, factors) for line in lines]
+        lines = make.transposed(lines)
+        if narrow:
+            factors = make.load(scales, make.constant(0), 4)
+            lines = [builder.fmul(line, factors) for line in lines]
+        for vector, line in enumerate(lines):
+            with builder.if_then(builder.icmp_signed(">", count, make.constant(vector))):
+                offset = builder.mul(apart, make.constant(vector))
+                builder.store(line, make.at(target, offset, REALS), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*(types.int64,) * 6, like), codegen
+
+
+def _joined(make: Tiles, sums: Any, row: int, narrow: bool) -> Any:
+    """Sixteen sums of a row as fp32, from those of the planes."""
+    offsets = [make.constant(plane * TILE + row * LINE) for plane in range(PLANES)]
+    if narrow:
+        return make.joined([make.builder.load(make.at(sums, offset, WORDS), align=4) for offset in offsets])
+    high, middle, low = (make.load(sums, offset, 4) for offset in offsets)
+    return make.builder.fadd(high, make.builder.fadd(middle, low))
+
+
+def in_tiles(columns: Any, like: Any) -> Any:
+    """Whether products with rows of so many weights like these are made in tiles."""
+    raise AssertionError("compiled code only")
+
+
+@overload(in_tiles)
+def _in_tiles(columns: Any, like: Any) -> Any:
+    # numba wants the arguments of the chosen form written exactly as here, annotations included
+    if SUPPORTED and like.dtype == uint16:
+
+        def of_parts(columns: Any, like: Any) -> Any:
+            return columns >= LINE // 2
+
+        return of_parts
+    if SUPPORTED and like.dtype == int8:
+
+        def of_digits(columns: Any, like: Any) -> Any:
+            return columns >= LINE and columns % WIDTH == 0
+
+        return of_digits
+
+    def never(columns: Any, like: Any) -> Any:
+        return False
+
+    return never
+
+
+def begin_tiles(memory: Any, vectors: Any, like: Any) -> Any:
+    """Shape a thread's tiles for so many vectors, where products with weights like these are made in tiles."""
+    raise AssertionError("compiled code only")
+
+
+@overload(begin_tiles)
+def _begin_tiles(memory: Any, vectors: Any, like: Any) -> Any:
+    if SUPPORTED and like.dtype in (uint16, int8):
+
+        def begin(memory: Any, vectors: Any, like: Any) -> Any:
+            shape = memory[:LINE]
+            shape[:] = 0
+            shape[0] = 1
+            for tile in range(8):  # 16 rows, of one word for a single vector, else of sixteen
+                shape[16 + 2 * tile] = 4 if vectors == 1 and tile != PLANES else LINE
+                shape[48 + tile] = ROWS
+            configure(shape.ctypes.data)
+
+        return begin
+
+    def nothing(memory: Any, vectors: Any, like: Any) -> Any:
+        pass
+
+    return nothing
+
+
+def end_tiles(like: Any) -> Any:
+    """Give the tiles back, so that nobody has to save them."""
+    raise AssertionError("compiled code only")
+
+
+@overload(end_tiles)
+def _end_tiles(like: Any) -> Any:
+    if SUPPORTED and like.dtype in (uint16, int8):
+
+        def end(like: Any) -> Any:
+            release()
+
+        return end
+
+    def nothing(like: Any) -> Any:
+        pass
+
+    return nothing
+
+
+def write_planes(x: Any, scratch: Any, like: Any) -> Any:
+    """The planes of one vector, into its part of the scratch."""
+    raise AssertionError("compiled code only")
+
+
+@overload(write_planes, fastmath=FASTMATH)
+def _write_planes(x: Any, scratch: Any, like: Any) -> Any:
+    if like.dtype == int8:
+
+        def write_digits(x: Any, scratch: Any, like: Any) -> Any:
+            split(x.ctypes.data, scratch.ctypes.data, stride_of(scratch), x.shape[0] // WIDTH, like)
+
+        return write_digits
+
+    def write_parts(x: Any, scratch: Any, like: Any) -> Any:
+        split_bf16(x.ctypes.data, scratch.ctypes.data, stride_of(scratch), x.shape[0] * 2 // LINE)
+
+    return write_parts
+
+
+@njit(error_model="numpy")
+def take_in_tiles(x: Any, scratch: Any, memory: Any, like: Any) -> None:
+    """Write the planes of vectors `[n, columns]` into their scratch `[n, bytes]`, several also into the memory."""
+    vectors, rounds, stride = x.shape[0], x.shape[1] * like.itemsize // LINE, stride_of(scratch[0])
+    for s in range(vectors):
+        write_planes(x[s], scratch[s], like)
+    if vectors == 1:
+        return
+    target = memory.ctypes.data + SPREAD
+    for first in range(0, vectors, WIDTH):
+        count, source = min(vectors - first, WIDTH), scratch.ctypes.data + first * scratch.strides[0]
+        units = carray(pointer(target, x), (WIDTH,))
+        for s in range(WIDTH):
+            if s < count:
+                units[s] = carray(pointer(source + s * scratch.strides[0] + unit_at(stride), x), (1,))[0]
+        target += LINE
+        for plane in range(PLANES):
+            spread(source + plane * stride, scratch.strides[0], TILE, count, rounds, target)
+            target += rounds * TILE
+
+
+@njit(error_model="numpy")
+def unit_at(stride: int) -> int:
+    """Where a vector's scratch holds its unit, see digits.py."""
+    return PLANES * (stride + LINE)
+
+
+@njit(error_model="numpy")  # with fastmath one vector's factors would be multiplied before those of several are
+def tile_rows(
+    address: int, scales: int, begin: int, end: int, x: Any, scratch: Any, memory: Any, out: Any, at: int, like: Any
+) -> None:
+    """`out[s, at + r] = matrix[r] . x[s]` for rows begin..end, at least 16, and every vector; see `take_in_tiles`.
+
+    Rows that do not fill a block are worked with the ones before them, whose products come out the same once more.
+    """
+    vectors, columns = x.shape
+    row_bytes, stride = columns * like.itemsize, stride_of(scratch[0])
+    rounds = row_bytes // LINE
+    ahead = ROWS * row_bytes if ROWS * row_bytes <= NEAR else AHEAD
+    sums, planes, spreads = memory.ctypes.data + SUMS, scratch.ctypes.data, memory.ctypes.data + SPREAD
+    target, apart = out.ctypes.data + 4 * at, out.strides[0]
+    for block in range(begin, end, ROWS):
+        row = min(block, end - ROWS)
+        start, factors = address + row * row_bytes, scales + 4 * row
+        if vectors == 1:
+            tile_products(start, row_bytes, planes, stride, LINE, 4, rounds, sums, ahead, like)
+            join_one(sums, planes + unit_at(stride), factors, target + 4 * row, like)
+        else:
+            taken = spreads
+            for first in range(0, vectors, WIDTH):
+                tile_products(start, row_bytes, taken + LINE, rounds * TILE, TILE, LINE, rounds, sums, ahead, like)
+                place = target + first * apart + 4 * row
+                join_many(sums, taken, factors, vectors - first, place, apart, like)
+                taken += LINE + PLANES * rounds * TILE
