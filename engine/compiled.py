@@ -121,7 +121,7 @@ class CompiledStep:
             return
         from .kernels.attention import PIECES
         from .kernels.digits import scratch_bytes
-        from .kernels.tiles import tile_bytes
+        from .kernels.tile_rows import tile_bytes
 
         config, threads = self.decoder.config, self.threads
         kv_heads, pieces = config.num_kv_heads, -(-columns // 64)

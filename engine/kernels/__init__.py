@@ -21,7 +21,20 @@ log = logging.getLogger(__name__)
 
 NO_NUMBA = "numba is not installed (pip install 'cake-infer[cpu]')"
 ON_CPU = "the compiled step runs on a CPU"
-SOURCES = ("arithmetic", "digits", "matvec", "attention", "int4", "rows", "team", "tiles", "vectors", "step", "window")
+SOURCES = (
+    "arithmetic",
+    "digits",
+    "matvec",
+    "attention",
+    "int4",
+    "rows",
+    "team",
+    "tiles",
+    "tile_rows",
+    "vectors",
+    "step",
+    "window",
+)
 
 
 def load_step() -> ModuleType:

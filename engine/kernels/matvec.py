@@ -19,7 +19,8 @@ from numba.extending import intrinsic, overload
 from .arithmetic import FASTMATH, LINE, ask_for, pointer, widen
 from .digits import SUPPORTED, int8_products, stride_of, take_one
 from .int4 import int4_rows
-from .tiles import ROWS, in_tiles, take_in_tiles, tile_rows
+from .tile_rows import in_tiles, take_in_tiles, tile_rows
+from .tiles import ROWS
 from .tiles import SUPPORTED as TILES
 from .vectors import REAL, REALS, WIDTH, Vectors
 

@@ -18,7 +18,7 @@ from .attention import attend_piece, combine, least_attended, piece_columns, pie
 from .digits import GROUP
 from .matvec import ask_for_part, rows_times, share, take
 from .team import meet
-from .tiles import begin_tiles, end_tiles
+from .tile_rows import begin_tiles, end_tiles
 
 # the order of a layer's matrices in the table of addresses
 Q, K, V, OUT, GATE, UP, DOWN = range(7)
@@ -173,7 +173,7 @@ def decode_step(
     hidden: Any,  # fp32 [n, hidden] and the rest of the work space
     local: Any,  # fp32 [threads, n, max(hidden, heads * head_dim)]
     scratch: Any,  # int8 [threads, n, bytes]: see kernels/digits.py
-    memory: Any,  # int8 [threads, bytes], at whole cache lines: see kernels/tiles.py
+    memory: Any,  # int8 [threads, bytes], at whole cache lines: see kernels/tile_rows.py
     turned: Any,  # fp32 [threads, group, head_dim]
     weights: Any,  # fp32 [threads, group, the longest piece]
     qkv: Any,  # fp32 [n, (heads + 2 kv_heads) * head_dim]

@@ -1,13 +1,10 @@
-"""Products of bf16 and int8 weights with fp32 activations in a CPU's matrix tiles (AMX), as exact as fp32.
+"""A CPU's matrix tiles (AMX): steps of products of bf16 and int8 weights with fp32 activations, as exact as fp32.
 
 A tile instruction adds 16 rows of weights times up to 16 vectors over 64 bytes of each row, so that a batch costs the
 core little more than one vector. Weights are read where they lie, row-major as they are. A vector is written as three
 planes: for bf16 weights x = high + middle + low, three bf16 that hold its 24 bits exactly; for int8 weights the three
 digits of `digits.py`. Each plane has sums of its own, joined at the end in fp32. A column of a tile never meets another
 one: a vector's products do not depend, bit for bit, on how many vectors there are.
-
-Memory of a thread, see `tile_bytes`: the tiles' shape, sums of three planes, and where there are several vectors, for
-every 16 of them, their units fp32 `[16]` and the planes in tiles of 16 words (of 2 bf16 or 4 digits) of 16 vectors.
 """
 
 from __future__ import annotations
@@ -15,28 +12,18 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import carray, int8, njit, types, uint16
+from numba import int8, types, uint16
 from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 
-from .arithmetic import FASTMATH, LINE, pointer
-from .digits import PLANES, Integers, split, stride_of
+from .arithmetic import LINE
+from .digits import PLANES, Integers
 from .processor import has_tiles
 from .vectors import BYTE, REAL, REALS, WIDTH, WORDS, Vectors
 
 ROWS = 16  # of weights in a tile
 TILE = ROWS * LINE  # bytes
-AHEAD = 4096  # bytes of a long row between what is worked on and what is asked for
-NEAR = 1 << 16  # a block of 16 rows up to this size asks for the next one instead
-SUMS = LINE  # where the sums lie in a thread's memory, and the planes of several vectors
-SPREAD = SUMS + PLANES * TILE
 SUPPORTED = has_tiles()
-
-
-def tile_bytes(columns: int, vectors: int) -> int:
-    """Bytes of a thread's memory for so many vectors of up to so many numbers."""
-    blocks = -(-vectors // WIDTH)
-    return SPREAD + blocks * (LINE + PLANES * -(-columns * 2 // LINE) * TILE)
 
 
 class Tiles(Integers):
@@ -256,152 +243,3 @@ def _joined(make: Tiles, sums: Any, row: int, narrow: bool) -> Any:
         return make.joined([make.builder.load(make.at(sums, offset, WORDS), align=4) for offset in offsets])
     high, middle, low = (make.load(sums, offset, 4) for offset in offsets)
     return make.builder.fadd(high, make.builder.fadd(middle, low))
-
-
-def in_tiles(columns: Any, like: Any) -> Any:
-    """Whether products with rows of so many weights like these are made in tiles."""
-    raise AssertionError("compiled code only")
-
-
-@overload(in_tiles)
-def _in_tiles(columns: Any, like: Any) -> Any:
-    # numba wants the arguments of the chosen form written exactly as here, annotations included
-    if SUPPORTED and like.dtype == uint16:
-
-        def of_parts(columns: Any, like: Any) -> Any:
-            return columns >= LINE // 2
-
-        return of_parts
-    if SUPPORTED and like.dtype == int8:
-
-        def of_digits(columns: Any, like: Any) -> Any:
-            return columns >= LINE and columns % WIDTH == 0
-
-        return of_digits
-
-    def never(columns: Any, like: Any) -> Any:
-        return False
-
-    return never
-
-
-def begin_tiles(memory: Any, vectors: Any, like: Any) -> Any:
-    """Shape a thread's tiles for so many vectors, where products with weights like these are made in tiles."""
-    raise AssertionError("compiled code only")
-
-
-@overload(begin_tiles)
-def _begin_tiles(memory: Any, vectors: Any, like: Any) -> Any:
-    if SUPPORTED and like.dtype in (uint16, int8):
-
-        def begin(memory: Any, vectors: Any, like: Any) -> Any:
-            shape = memory[:LINE]
-            shape[:] = 0
-            shape[0] = 1
-            for tile in range(8):  # 16 rows, of one word for a single vector, else of sixteen
-                shape[16 + 2 * tile] = 4 if vectors == 1 and tile != PLANES else LINE
-                shape[48 + tile] = ROWS
-            configure(shape.ctypes.data)
-
-        return begin
-
-    def nothing(memory: Any, vectors: Any, like: Any) -> Any:
-        pass
-
-    return nothing
-
-
-def end_tiles(like: Any) -> Any:
-    """Give the tiles back, so that nobody has to save them."""
-    raise AssertionError("compiled code only")
-
-
-@overload(end_tiles)
-def _end_tiles(like: Any) -> Any:
-    if SUPPORTED and like.dtype in (uint16, int8):
-
-        def end(like: Any) -> Any:
-            release()
-
-        return end
-
-    def nothing(like: Any) -> Any:
-        pass
-
-    return nothing
-
-
-def write_planes(x: Any, scratch: Any, like: Any) -> Any:
-    """The planes of one vector, into its part of the scratch."""
-    raise AssertionError("compiled code only")
-
-
-@overload(write_planes, fastmath=FASTMATH)
-def _write_planes(x: Any, scratch: Any, like: Any) -> Any:
-    if like.dtype == int8:
-
-        def write_digits(x: Any, scratch: Any, like: Any) -> Any:
-            split(x.ctypes.data, scratch.ctypes.data, stride_of(scratch), x.shape[0] // WIDTH, like)
-
-        return write_digits
-
-    def write_parts(x: Any, scratch: Any, like: Any) -> Any:
-        split_bf16(x.ctypes.data, scratch.ctypes.data, stride_of(scratch), x.shape[0] * 2 // LINE)
-
-    return write_parts
-
-
-@njit(error_model="numpy")
-def take_in_tiles(x: Any, scratch: Any, memory: Any, like: Any) -> None:
-    """Write the planes of vectors `[n, columns]` into their scratch `[n, bytes]`, several also into the memory."""
-    vectors, rounds, stride = x.shape[0], x.shape[1] * like.itemsize // LINE, stride_of(scratch[0])
-    for s in range(vectors):
-        write_planes(x[s], scratch[s], like)
-    if vectors == 1:
-        return
-    target = memory.ctypes.data + SPREAD
-    for first in range(0, vectors, WIDTH):
-        count, source = min(vectors - first, WIDTH), scratch.ctypes.data + first * scratch.strides[0]
-        units = carray(pointer(target, x), (WIDTH,))
-        for s in range(WIDTH):
-            if s < count:
-                units[s] = carray(pointer(source + s * scratch.strides[0] + unit_at(stride), x), (1,))[0]
-        target += LINE
-        for plane in range(PLANES):
-            spread(source + plane * stride, scratch.strides[0], TILE, count, rounds, target)
-            target += rounds * TILE
-
-
-@njit(error_model="numpy")
-def unit_at(stride: int) -> int:
-    """Where a vector's scratch holds its unit, see digits.py."""
-    return PLANES * (stride + LINE)
-
-
-@njit(error_model="numpy")  # with fastmath one vector's factors would be multiplied before those of several are
-def tile_rows(
-    address: int, scales: int, begin: int, end: int, x: Any, scratch: Any, memory: Any, out: Any, at: int, like: Any
-) -> None:
-    """`out[s, at + r] = matrix[r] . x[s]` for rows begin..end, at least 16, and every vector; see `take_in_tiles`.
-
-    Rows that do not fill a block are worked with the ones before them, whose products come out the same once more.
-    """
-    vectors, columns = x.shape
-    row_bytes, stride = columns * like.itemsize, stride_of(scratch[0])
-    rounds = row_bytes // LINE
-    ahead = ROWS * row_bytes if ROWS * row_bytes <= NEAR else AHEAD
-    sums, planes, spreads = memory.ctypes.data + SUMS, scratch.ctypes.data, memory.ctypes.data + SPREAD
-    target, apart = out.ctypes.data + 4 * at, out.strides[0]
-    for block in range(begin, end, ROWS):
-        row = min(block, end - ROWS)
-        start, factors = address + row * row_bytes, scales + 4 * row
-        if vectors == 1:
-            tile_products(start, row_bytes, planes, stride, LINE, 4, rounds, sums, ahead, like)
-            join_one(sums, planes + unit_at(stride), factors, target + 4 * row, like)
-        else:
-            taken = spreads
-            for first in range(0, vectors, WIDTH):
-                tile_products(start, row_bytes, taken + LINE, rounds * TILE, TILE, LINE, rounds, sums, ahead, like)
-                place = target + first * apart + 4 * row
-                join_many(sums, taken, factors, vectors - first, place, apart, like)
-                taken += LINE + PLANES * rounds * TILE

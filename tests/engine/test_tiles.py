@@ -9,7 +9,7 @@ from cake_infer.models.quantisation import quantise
 
 pytest.importorskip("numba", reason="the compiled step needs the extra cpu")
 
-from cake_infer.engine.kernels import digits, matvec, tiles
+from cake_infer.engine.kernels import digits, matvec, tile_rows, tiles
 from numba import njit
 
 pytestmark = pytest.mark.skipif(not tiles.SUPPORTED, reason="this CPU has no matrix tiles, or Linux keeps them back")
@@ -20,10 +20,10 @@ FORMATS = list(LIKE)
 
 @njit
 def multiply(address, factors, begin, end, x, notes, out, like):
-    tiles.begin_tiles(notes[1], x.shape[0], like)
+    tile_rows.begin_tiles(notes[1], x.shape[0], like)
     matvec.take(x, notes, like)
     matvec.rows_times(address, factors, begin, end, x, notes, out, 0, like)
-    tiles.end_tiles(like)
+    tile_rows.end_tiles(like)
 
 
 @njit
@@ -61,7 +61,7 @@ class Matrix:
     def times(self, x: np.ndarray, begin: int = 0, end: int | None = None) -> np.ndarray:
         """Rows begin..end of some vectors; the memory holds what something longer left: a thread uses one for all."""
         scratch = np.full((len(x), digits.scratch_bytes(2 * 1664)), 77, np.int8)
-        notes = (scratch, in_lines(tiles.tile_bytes(1664, len(x)), 77))
+        notes = (scratch, in_lines(tile_rows.tile_bytes(1664, len(x)), 77))
         out = np.full((len(x), self.rows), np.nan, np.float32)
         end = self.rows if end is None else end
         multiply(self.address, self.factors, begin, end, x, notes, out, LIKE[self.kind])
