@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from functools import cached_property
 from types import ModuleType
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 from ..cache.arena import Arena
+from ..cache.packed_arena import PackedArena
+from ..cache.packed_store import PackedStore
 from ..errors import BackendError
 from ..models.decoder import Decoder, Layer
 from ..models.quantisation import Matrix
@@ -20,6 +23,8 @@ from .kernels import NO_NUMBA, ON_CPU, kernels_cached, load_step
 from .sequence import Sequence
 from .stepper import OnWait
 from .team import Team
+
+log = logging.getLogger(__name__)
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -36,7 +41,7 @@ class CompiledStep:
     on it, bit for bit. Raises BackendError with the reason where the kernel cannot run.
     """
 
-    def __init__(self, decoder: Decoder, kv_dtype: torch.dtype, threads: int) -> None:
+    def __init__(self, decoder: Decoder, kv_dtype: torch.dtype, threads: int, *, kv_bits: int | None = None) -> None:
         if decoder.device.type != "cpu":
             raise BackendError(ON_CPU)
         if importlib.util.find_spec("numba") is None:
@@ -44,13 +49,18 @@ class CompiledStep:
         if kv_dtype not in (torch.float32, torch.bfloat16):
             raise BackendError(f"the compiled step has no form for keys and values stored as {kv_dtype}")
         config = decoder.config
+        if kv_bits is not None and config.head_dim % 16:
+            raise BackendError(f"the compiled step has no form for packed rows of heads of {config.head_dim} numbers")
         matrices = [getattr(layer, name) for layer in decoder.layers for name in MATRICES]
         stored = {matrix.dtype for matrix in (*matrices, decoder.embed_tokens, decoder.lm_head)}
         if len(stored) > 1 or not stored <= set(LIKE):
             names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in stored))
             raise BackendError(f"the compiled step has no form for weights stored as {names}")
         self.decoder = decoder
-        self.threads = max(1, min(threads, os.cpu_count() or 1))
+        cores = os.cpu_count() or 1
+        self.threads = max(1, min(threads, cores))
+        if threads > cores:
+            log.warning("decoding uses %d threads, one for each core: %d would wait for each other", cores, threads)
         self._team = Team(self.threads)
         self._weights = np.zeros(0, dtype=LIKE[stored.pop()])
         self._matrices = np.array([_address(matrix) for matrix in matrices], dtype=np.int64).reshape(-1, 7, 2)
@@ -72,17 +82,19 @@ class CompiledStep:
         whole = config.head_dim % 16 == 0
         self._lanes = (0,) * (config.head_dim // 16 if whole else 0)
         self._group = (0,) * (config.num_heads // config.num_kv_heads)
+        self._bits = (0,) * (kv_bits or 0)
         rows = np.dtype(LIKE[kv_dtype]).name
-        self._kind = f"{self._weights.dtype.name}-{rows}-{len(self._lanes)}-{len(self._group)}"
+        self._kind = f"{self._weights.dtype.name}-{rows}-{len(self._lanes)}-{len(self._group)}-{len(self._bits)}"
         if not self.at_hand:
             _ = self._step  # it is found out now whether numba can be loaded, as it could when a kernel was kept
         self._constants = np.array([config.rms_norm_eps, decoder.scale, config.embedding_scale], dtype=np.float32)
         self._sliding = np.array([window or 0 for window in config.sliding_windows], dtype=np.int64)
         self._small_tensors()
-        self._room: tuple[int, int] = (0, 0)
+        self._room: tuple[int, int, int] = (0, 0, 0)
         self._angles: dict[tuple[object, int], tuple[np.ndarray, np.ndarray]] = {}
         self._compiling = Compiling()
-        self._unlimited = np.full((config.num_layers, config.num_kv_heads), NO_LIMIT, dtype=np.int64)
+        shape = (config.num_layers, config.num_kv_heads)
+        self._unlimited, self._none = np.full(shape, NO_LIMIT, dtype=np.int64), np.zeros(shape, dtype=np.int64)
 
     @cached_property
     def _step(self) -> ModuleType:
@@ -115,16 +127,17 @@ class CompiledStep:
         self._o_bias = table("o_bias")
         self._mlp_bias = table("gate_bias", "up_bias", "down_bias")
 
-    def _make_room(self, n: int, columns: int) -> None:
-        """Work space for n sequences with rows of so many columns."""
-        if n == self._room[0] and columns <= self._room[1]:
+    def _make_room(self, n: int, columns: int, packed: int) -> None:
+        """Work space for n sequences with rows of so many columns, and packed ones of so many besides."""
+        if n == self._room[0] and columns <= self._room[1] and packed <= self._room[2]:
             return
         from .kernels.attention import PIECES
         from .kernels.digits import scratch_bytes
+        from .kernels.packed_rows import share_lines
         from .kernels.tile_rows import tile_bytes
 
         config, threads = self.decoder.config, self.threads
-        kv_heads, pieces = config.num_kv_heads, -(-columns // 64)
+        kv_heads, pieces = config.num_kv_heads, -(-columns // PIECES[0]) + -(-packed // PIECES[0])
         group = config.num_heads // kv_heads
         wide = max(config.hidden_size, config.num_heads * config.head_dim)
         widest = max(wide, config.intermediate_size)
@@ -139,6 +152,7 @@ class CompiledStep:
             _in_lines(threads, tile_bytes(widest, n)),
             floats(threads, group, config.head_dim),
             floats(threads, group, PIECES[-1]),
+            floats(threads, share_lines(group, config.head_dim) if self._bits else 0, PIECES[-1]),
             floats(n, (config.num_heads + 2 * kv_heads) * config.head_dim),
             floats(n, kv_heads, group, columns),
             floats(n, kv_heads, pieces, group),
@@ -148,7 +162,7 @@ class CompiledStep:
             floats(2, n, max(config.hidden_size, config.intermediate_size)),
             floats(n, config.vocab_size),
         )
-        self._room = (n, columns)
+        self._room = (n, columns, packed)
 
     def _cos_sin(self, sequence: Sequence) -> tuple[np.ndarray, np.ndarray]:
         """The angles of a sequence's next position, worked out for some positions at a time."""
@@ -176,6 +190,9 @@ class CompiledStep:
 
         Every weight is read once; what a sequence gets is bit for bit what it would get alone.
         """
+        for arena in arenas:
+            if isinstance(arena, PackedArena):
+                arena.flush()
         lengths = np.stack([arena.length for arena in arenas])
         self._team.run(self._step.decode_step, *self._arguments(arenas, sequences, tokens, lengths, window))
         for arena, sequence, token, length in zip(arenas, sequences, tokens, lengths, strict=True):
@@ -199,7 +216,9 @@ class CompiledStep:
         """What the compiled step is called with."""
         arena = arenas[0]
         assert all(other.store is arena.store for other in arenas), "a batch lives in one store"
-        self._make_room(len(arenas), max(int(one.capacity.max()) for one in arenas) + 1)
+        packed = [one.packed for one in arenas if isinstance(one, PackedArena)]
+        columns = max(int(one.capacity.max()) for one in arenas) + 1
+        self._make_room(len(arenas), columns, max((int(rows.capacity.max()) for rows in packed), default=0))
         self._shape[8] = window
         angles = [self._cos_sin(sequence) for sequence in sequences]
         rings = [sequence.ring.as_numpy() if sequence.ring is not None else None for sequence in sequences]
@@ -225,14 +244,20 @@ class CompiledStep:
             np.stack([one.offset for one in arenas]),
             lengths,
             np.stack([self._unlimited if one.limit is None else one.limit for one in sequences]),
+            _packed_tables(packed[0].store if packed else None),
+            np.stack([rows.offset for rows in packed] or [self._none] * len(arenas)),
+            np.stack([rows.length for rows in packed] or [self._none] * len(arenas)),
             self._sliding,
             np.array([0 if ring is None else ring.ctypes.data for ring in rings], dtype=np.int64),
             *self._space,
             self._weights,
             self._lanes,
             self._group,
+            self._bits,
         )
         weights, rows = FORMATS[self._weights.dtype.name], FORMATS[keys.dtype.name]
+        if self._bits:
+            rows = f"{len(self._bits)}-bit and {rows}"
         what = f"the decode step for {weights} weights, {rows} keys and values"
         self._compiling.ensure(self._kind, self._step.decode_step, arguments, what=what, seconds=10, on_wait=on_wait)
         return arguments
@@ -258,6 +283,15 @@ def _in_lines(*shape: int) -> np.ndarray:
 def _as_stored(store: Tensor) -> np.ndarray:
     """An arena store as numpy sees it: bf16, which numpy lacks, as the uint16 of its bits."""
     return store.view(torch.uint16).numpy() if store.dtype == torch.bfloat16 else store.numpy()
+
+
+def _packed_tables(store: PackedStore | None) -> tuple[np.ndarray, ...]:
+    """What the kernel reads of a store of packed rows, fp16 as the uint16 of its bits; empty tables without one."""
+    if store is None:
+        codes, factors = np.zeros((0, 0), dtype=np.uint8), np.zeros((0, 0), dtype=np.uint16)
+        return codes, codes, factors, factors, factors, factors, np.zeros(0, dtype=np.int32)
+    *tables, position, _ = store.tables
+    return *(t.view(torch.uint16).numpy() if t.dtype == torch.float16 else t.numpy() for t in tables), position.numpy()
 
 
 def _some(tensor: Tensor | None) -> Tensor:

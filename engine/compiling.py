@@ -34,9 +34,9 @@ class Compiling:
     ) -> None:
         """Return when `function(number, counter, *arguments)` can be called without compiling.
 
-        kind: the form of the arguments, the name in the cache. what, seconds: for the notice, given where nothing is
-        cached. An interrupt (or an `on_wait` that raises) ends the wait at once; the compilation goes on behind, and
-        whoever asks next waits for the same one.
+        kind: the form of the arguments, the name in the cache. what, seconds (on an idle machine): for the notice,
+        given where nothing is cached. An interrupt (or an `on_wait` that raises) ends the wait at once; the compilation
+        goes on behind, and whoever asks next waits for the same one.
         """
         if kind in self._ready:
             return
@@ -46,7 +46,7 @@ class Compiling:
         if kind not in self._running:
             if not kernels_cached(kind):
                 once = ", once for this machine" if kernels_kept() else ""
-                log.info("compiling %s%s (about %d s)", what, once, seconds)
+                log.info("compiling %s%s (about %d s if nothing else runs)", what, once, seconds)
             counter = np.zeros(2, dtype=np.int64)
             signature = tuple(numba.typeof(argument) for argument in (0, counter, *arguments))
             self._running[kind] = Background(lambda: function.compile(signature), name="cake-infer-compiler")

@@ -139,7 +139,7 @@ def load_engine(
     started = time.perf_counter()
     target = choose_device(options.device)
     check_quant(options.quant, target)
-    check_step(options.step, target, cache.kv_bits)
+    check_step(options.step, target, cache)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     report = stage_reporter(on_progress)

@@ -176,7 +176,7 @@ CACHE_FLAGS = {
     "tau2": Flag("policy cake: temperature of a layer's shift; default by model and budget", number, "X"),
     "gamma": Flag("policy cake: weight of the variance in a token's score; default 200", number, "X"),
     "kv_bits": Flag(
-        "pack kept keys and values in 8, 4 or 2 bits, but for the window and the latest tokens; decodes in plain torch",
+        "pack kept keys and values in 8, 4 or 2 bits, but for the latest tokens; a GPU then decodes in plain torch",
         positive_count,
         "N",
     ),

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from ..cache.arena import Arena
+from ..cache.config import CacheConfig
 from ..cache.holds.base import HoldRule
+from ..cache.policies import make_hold
 from ..cache.shared import SharedArena
 from ..errors import BackendError
 from ..models.decoder import Decoder
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+ONLY_ATTENTION = "holds by attention, or at intervals by most rules"
 NO_PACKED = "has no form for the packed rows of kv_bits"
 
 OnWait = Callable[[], None]  # called about ten times a second while something is waited for; it may raise
@@ -72,10 +75,17 @@ class GraphStep(EagerStep):
         self.ahead = ahead
 
 
-def check_step(wanted: str, device: torch.device, kv_bits: int | None = None) -> None:
+def check_step(wanted: str, device: torch.device, cache: CacheConfig | None = None) -> None:
     """Raise BackendError if a step is wanted where it cannot run whatever the model: before weights are read."""
-    if kv_bits is not None and wanted in ("compiled", "graph"):
-        raise BackendError(f"step {wanted} {NO_PACKED}: leave the option step out, or kv_bits")
+    if cache is not None and cache.kv_bits is not None and wanted == "graph":
+        raise BackendError(f"step graph {NO_PACKED}: leave the option step out, or kv_bits")
+    rule = None if cache is None else make_hold(cache)
+    if rule is not None and wanted in ("compiled", "graph"):
+        from .interval_step import is_cut_between
+
+        if wanted == "graph" or not is_cut_between(rule):
+            has = "holds by attention only" if wanted == "graph" else ONLY_ATTENTION
+            raise BackendError(f"step {wanted} {has}: leave the option step out, or hold_by")
     if wanted == "graph" and device.type != "cuda":
         raise BackendError(f"step graph needs a CUDA device, this is {device.type}: leave the option step out")
     if wanted == "compiled":
@@ -117,8 +127,8 @@ def make_step(
 ) -> Step:
     """The step of a name: "compiled", which raises BackendError where it cannot run, "eager" (plain torch), or "auto",
     which says once why it falls back to torch. The compiled step has an attention of its own: with another backend than
-    sdpa it is not taken, or refused. So with packed rows (`kv_bits`) and a hold rule `rule` (None: grow, or hold by
-    attention) that looks at every step, which only plain torch has."""
+    sdpa it is not taken, or refused. So with a hold rule `rule` (None: grow, or hold by attention) that looks at every
+    step, which only plain torch has. kv_bits: of packed rows, None where nothing is packed."""
     attention = attention or Sdpa()
     if wanted == "auto" and attention.name != Sdpa.name:
         wanted = "eager"
@@ -128,12 +138,10 @@ def make_step(
 
         try:
             if rule is not None and not is_cut_between(rule):
-                raise BackendError("hold_by has no compiled form but for attention, and for intervals of most rules")
-            if kv_bits is not None:
-                raise BackendError(f"the compiled step {NO_PACKED}")
+                raise BackendError(f"the compiled step {ONLY_ATTENTION}")
             if attention.name != Sdpa.name:
                 raise BackendError(f"the compiled step has its own attention: leave {attention.name} out, or step")
-            step = CompiledStep(decoder, kv_dtype, threads)
+            step = CompiledStep(decoder, kv_dtype, threads, kv_bits=kv_bits)
             return step if rule is None else IntervalStep(step, decoder, rule)
         except BackendError as error:
             if wanted == "compiled":

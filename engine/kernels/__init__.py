@@ -23,16 +23,20 @@ NO_NUMBA = "numba is not installed (pip install 'cake-infer[cpu]')"
 ON_CPU = "the compiled step runs on a CPU"
 SOURCES = (
     "arithmetic",
-    "digits",
-    "matvec",
     "attention",
+    "digits",
+    "embedding",
     "int4",
+    "matvec",
+    "newcomers",
+    "packed_rows",
+    "packed_vectors",
     "rows",
-    "team",
-    "tiles",
-    "tile_rows",
-    "vectors",
     "step",
+    "team",
+    "tile_rows",
+    "tiles",
+    "vectors",
     "window",
 )
 

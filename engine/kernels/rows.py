@@ -34,7 +34,7 @@ def _wide(make: Vectors, address: Any, vectors: int, item: int, in_pairs: bool) 
     return parts
 
 
-def _merged(make: Vectors, first: Any, second: Any) -> Any:
+def merged(make: Vectors, first: Any, second: Any) -> Any:
     """Sums of neighbours within two vectors, those of the first in the lower half."""
     builder = make.builder
     even, odd = (
@@ -82,7 +82,7 @@ def products_in_vectors(
                         total = make.fused(held[g][i], parts[i], total)
                     size = 1
                     while waiting[g] and waiting[g][-1][0] == size:
-                        total = _merged(make, waiting[g].pop()[1], total)
+                        total = merged(make, waiting[g].pop()[1], total)
                         size *= 2
                     waiting[g].append((size, total))
             for g in range(heads):

@@ -10,13 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, njit, uint8
-from numba.extending import overload
+from numba import carray, njit
 
-from .arithmetic import FASTMATH, activate_and_gate, narrow, pointer, widen
-from .attention import attend_piece, combine, least_attended, piece_columns, pieces_of
-from .digits import GROUP
+from .arithmetic import FASTMATH, activate_and_gate, pointer
+from .attention import attend_piece, combine, piece_columns, pieces_of
+from .embedding import embed_row
 from .matvec import ask_for_part, rows_times, share, take
+from .newcomers import make_room, rotated_into, write_newcomer
+from .packed_rows import attend_packed
 from .team import meet
 from .tile_rows import begin_tiles, end_tiles
 
@@ -36,25 +37,6 @@ def normed_into(x: Any, weight: Any, eps: float, out: Any) -> None:
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
-def rotated_into(x: Any, norm: Any, eps: float, cos: Any, sin: Any, factor: float, out: Any) -> None:
-    """One head's query or key `[head_dim]`: normed if `norm` is not empty, rotated (half split), times `factor`."""
-    dim = x.shape[0]
-    half = dim // 2
-    scale = np.float32(1.0)
-    if norm.shape[0]:
-        square = np.float32(0)
-        for d in range(dim):
-            square += x[d] * x[d]
-        scale = np.float32(1.0) / np.sqrt(square / np.float32(dim) + eps)
-    for d in range(half):
-        first, second = x[d] * scale, x[d + half] * scale
-        if norm.shape[0]:
-            first, second = first * norm[d], second * norm[d + half]
-        out[d] = (first * cos[d] - second * sin[d]) * factor
-        out[d + half] = (second * cos[d] + first * sin[d]) * factor
-
-
-@njit(fastmath=FASTMATH, error_model="numpy")
 def add_bias(out: Any, bias: Any, begin: int, end: int, at: int) -> None:
     """`out[s, at + r] += bias[r]` for rows begin..end; an empty bias adds nothing."""
     if bias.shape[0]:
@@ -63,85 +45,10 @@ def add_bias(out: Any, bias: Any, begin: int, end: int, at: int) -> None:
                 out[s, at + row] += bias[row]
 
 
-@njit(fastmath=FASTMATH, error_model="numpy")
-def exchange(store: Any, slot: int, other: int) -> None:
-    """Let two slots of a store `[slots, head_dim]` change places."""
-    for d in range(store.shape[1]):
-        store[slot, d], store[other, d] = store[other, d], store[slot, d]
-
-
-def embed_row(token: Any, table: Any, factors: Any, factor: Any, hidden: Any, like: Any) -> Any:
-    """The token's embedding, widened, times the family's factor; addresses of the table and of its factors."""
-    raise AssertionError("compiled code only")
-
-
-@overload(embed_row, fastmath=FASTMATH)
-def _embed_row(token: Any, table: Any, factors: Any, factor: Any, hidden: Any, like: Any) -> Any:
-    if like.dtype == uint8:
-        return embed_int4
-    return embed_stored
-
-
-def embed_stored(token: Any, table: Any, factors: Any, factor: Any, hidden: Any, like: Any) -> Any:
-    width = hidden.shape[0]
-    row = carray(pointer(table, like), (token + 1, width))[token]
-    scale = factor
-    if factors:
-        scale = factor * carray(pointer(factors, hidden), (token + 1,))[token]
-    for i in range(width):
-        hidden[i] = widen(row[i]) * scale
-
-
-def embed_int4(token: Any, table: Any, factors: Any, factor: Any, hidden: Any, like: Any) -> Any:
-    groups = hidden.shape[0] // GROUP
-    packed = carray(pointer(table, like), (token + 1, groups, GROUP // 2))[token]
-    pairs = carray(pointer(factors, np.empty(0, np.uint16)), (token + 1, groups, 2))[token]
-    for group in range(groups):
-        scale, low = widen(pairs[group, 0]), widen(pairs[group, 1])
-        for j in range(GROUP // 2):
-            first, second = packed[group, j] & 15, packed[group, j] >> 4
-            hidden[group * GROUP + j] = (np.float32(first) * scale + low) * factor
-            hidden[group * GROUP + GROUP // 2 + j] = (np.float32(second) * scale + low) * factor
-
-
-@njit(fastmath=FASTMATH, error_model="numpy")
-def write_newcomer(
-    key: Any, value: Any, norm: Any, eps: float, cos: Any, sin: Any, key_slot: Any, value_slot: Any
-) -> None:
-    """Rotate the new token's key of one KV head, and write key and value `[head_dim]` into their slots."""
-    turned = np.empty(key.shape[0], np.float32)
-    rotated_into(key, norm, eps, cos, sin, np.float32(1.0), turned)
-    for d in range(key.shape[0]):
-        key_slot[d] = narrow(turned[d], key_slot)
-        value_slot[d] = narrow(value[d], value_slot)
-
-
-@njit(fastmath=FASTMATH, error_model="numpy")
-def make_room(
-    layer: int,
-    head: int,
-    newest_allowed: int,
-    offset: Any,
-    length: Any,
-    limit: Any,
-    keys: Any,
-    values: Any,
-    position: Any,
-    logits: Any,
-    joined: Any,
-) -> None:
-    """Count a row up, or at its limit let the newcomer change places with the least attended slot."""
-    columns = length[layer, head] + 1
-    if columns <= limit[layer, head]:
-        length[layer, head] = columns
-        return
-    first = offset[layer, head]
-    where = position[first : first + columns]
-    loser = least_attended(logits[head], columns, joined[0, head], joined[1, head], where, newest_allowed)
-    spare = first + columns - 1
-    exchange(keys, first + loser, spare)
-    exchange(values, first + loser, spare)
-    where[loser], where[columns - 1] = where[columns - 1], where[loser]
+@njit(error_model="numpy")
+def row_pieces(length: int, packed: int) -> int:
+    """Pieces of a row with its newcomer: those that are packed come first."""
+    return pieces_of(packed) + pieces_of(length + 1)
 
 
 @njit(nogil=True, fastmath=FASTMATH, error_model="numpy", cache=True)
@@ -168,6 +75,9 @@ def decode_step(
     offset: Any,  # int64 [n, layers, kv_heads]
     length: Any,  # int64 [n, layers, kv_heads], counted up
     limit: Any,  # int64 [n, layers, kv_heads]
+    packed: Any,  # the store of packed rows, see kernels/packed_rows.py; empty tables where nothing is packed
+    packed_offset: Any,  # int64 [n, layers, kv_heads]: rows that a query attends to besides
+    packed_length: Any,
     sliding: Any,  # int64 [layers], 0 without a window
     rings: Any,  # int64 [n]: addresses of fp32 [layers, window, heads, head_dim], 0 without
     hidden: Any,  # fp32 [n, hidden] and the rest of the work space
@@ -176,6 +86,7 @@ def decode_step(
     memory: Any,  # int8 [threads, bytes], at whole cache lines: see kernels/tile_rows.py
     turned: Any,  # fp32 [threads, group, head_dim]
     weights: Any,  # fp32 [threads, group, the longest piece]
+    shares: Any,  # fp32 [threads, lines, the longest piece]: see kernels/packed_rows.py
     qkv: Any,  # fp32 [n, (heads + 2 kv_heads) * head_dim]
     logits: Any,  # fp32 [n, kv_heads, group, columns]
     top: Any,  # fp32 [n, kv_heads, pieces, group]
@@ -187,6 +98,7 @@ def decode_step(
     like_weight: Any,
     lanes: Any,  # tuples whose lengths are head_dim / 16 (or 0) and the query heads of a KV head
     group_like: Any,
+    bits: Any,  # a tuple whose length is the bits of a packed number, 0 where nothing is packed
 ) -> None:
     """Feed one token to each of n sequences: writes its keys and values behind every row of its own, counts rows up (or
     lets a slot go), fills `out`. A weight is read once for all of them.
@@ -211,7 +123,7 @@ def decode_step(
         tasks = 0
         for s in range(n):
             for head in range(kv_heads):
-                tasks += pieces_of(length[s, layer, head] + 1)
+                tasks += row_pieces(length[s, layer, head], packed_length[s, layer, head])
         x = local[thread, :, :width]
         ask_for_part(matrices[layer, K, 0], kv_rows, width, thread, threads, like_weight)
         ask_for_part(matrices[layer, V, 0], kv_rows, width, thread, threads, like_weight)
@@ -232,11 +144,13 @@ def decode_step(
         turned_for = -1  # pieces of one head follow each other
         for task in range(tasks * thread // threads, tasks * (thread + 1) // threads):
             s, head, piece = 0, 0, task
-            while piece >= pieces_of(length[s, layer, head] + 1):
-                piece -= pieces_of(length[s, layer, head] + 1)
+            here = row_pieces(length[s, layer, head], packed_length[s, layer, head])
+            while piece >= here:
+                piece -= here
                 head += 1
                 if head == kv_heads:
                     s, head = s + 1, 0
+                here = row_pieces(length[s, layer, head], packed_length[s, layer, head])
             columns = length[s, layer, head] + 1
             first = offset[s, layer, head]
             queries = turned[thread]
@@ -250,8 +164,28 @@ def decode_step(
                 for d in range(dim):
                     queries[g, d] *= query_scale
             turned_for = s * kv_heads + head
+            oldest = places[s] - sliding[layer] if sliding[layer] else -1
+            behind = packed_length[s, layer, head]
+            if piece < pieces_of(behind):
+                size = piece_columns(behind)
+                attend_packed(
+                    queries,
+                    packed,
+                    packed_offset[s, layer, head] + piece * size,
+                    min(size, behind - piece * size),
+                    oldest,
+                    top[s, head, piece],
+                    total[s, head, piece],
+                    parts[s, head, piece],
+                    weights[thread],
+                    shares[thread],
+                    lanes,
+                    group_like,
+                    bits,
+                )
+                continue
             size = piece_columns(columns)
-            at = piece * size
+            at = (piece - pieces_of(behind)) * size
             if at + size >= columns:
                 newcomer = first + columns - 1
                 key_norm = head_norms[layer, 1]
@@ -266,7 +200,7 @@ def decode_step(
                 position,
                 first + at,
                 min(size, columns - at),
-                places[s] - sliding[layer] if sliding[layer] else -1,
+                oldest,
                 logits[s, head],
                 at,
                 top[s, head, piece],
@@ -282,7 +216,7 @@ def decode_step(
         x = local[thread, :, :q_rows]
         for s in range(n):
             for head in range(kv_heads):
-                pieces = pieces_of(length[s, layer, head] + 1)
+                pieces = row_pieces(length[s, layer, head], packed_length[s, layer, head])
                 for g in range(group):
                     start = (head * group + g) * dim
                     best, mass = combine(

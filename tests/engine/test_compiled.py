@@ -8,11 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from cake_infer import Engine
 from cake_infer.cache.config import CacheConfig
 from cake_infer.engine import decode
 from cake_infer.engine.compiled import CompiledStep
@@ -81,7 +83,8 @@ def decoded(decoder, ids, new, *, compiled, kv_dtype=torch.float32, threads=2, c
     arena = runner.tenancy.arena
     if cut is not None:
         cut(arena)
-    step = CompiledStep(decoder, kv_dtype, threads) if compiled else lambda *a, **k: decode.step(decoder, *a, **k)
+    bits = options.get("kv_bits")
+    step = CompiledStep(decoder, kv_dtype, threads, kv_bits=bits) if compiled else partial(decode.step, decoder)
     logits = torch.stack([step(arena, sequence, token, window=WINDOW).clone() for token in new])
     rows = [arena.row(layer, head) for layer, head in np.ndindex(*arena.length.shape)]
     return logits, [row[2].tolist() for row in rows], [row[0].float() for row in rows], sequence.ring.copy()
@@ -148,6 +151,49 @@ def test_narrow_weights_and_rows_agree_with_torch(tiny, random_ids, weights):
     torch.testing.assert_close(fast[0][0], slow[0][0], rtol=0, atol=1e-3)
     torch.testing.assert_close(fast[0], slow[0], rtol=0, atol=5e-2)
     assert fast[1] == slow[1]
+
+
+@pytest.mark.parametrize(
+    ("bits", "options"),
+    [
+        (8, {"head_dim": 32, "num_attention_heads": 6, "hidden_size": 64}),
+        (4, {"model_type": "mistral", "sliding_window": 48, "head_dim": 64}),
+        (2, {"head_dim": 16}),
+    ],
+)
+def test_packed_rows_agree_with_torch(tiny, random_ids, bits, options):
+    """Rows of several pieces, and enough steps that newcomers are packed too; one thread and two give the same bits."""
+    decoder = tiny(**options)
+    ids, new = random_ids(500), random_ids(STEPS, seed=1)
+    packed = {"policy": "snapkv", "kv_bits": bits, "budget": 300}
+    slow = decoded(decoder, ids, new, compiled=False, **packed)
+    fast = decoded(decoder, ids, new, compiled=True, **packed)
+    scale = max(1.0, float(slow[0].abs().max()) / 10)
+    # a newcomer's key that is rounded before it is packed may fall to the next level, of which there are few
+    torch.testing.assert_close(fast[0][:20], slow[0][:20], rtol=0, atol=1e-4 * scale)
+    torch.testing.assert_close(fast[0], slow[0], rtol=0, atol=2e-2 * scale)
+    assert fast[1] == slow[1]
+    alone = decoded(decoder, ids, new, compiled=True, threads=1, **packed)
+    assert torch.equal(alone[0], fast[0])
+
+
+def test_what_has_no_form_for_packed_rows_and_what_threads_are_too_many_is_said(tiny, caplog):
+    decoder = tiny(head_dim=10, hidden_size=36)
+    with pytest.raises(BackendError, match="packed rows of heads of 10 numbers"):
+        CompiledStep(decoder, torch.float32, 1, kv_bits=4)
+    with caplog.at_level("WARNING"):
+        step = CompiledStep(decoder, torch.float32, (os.cpu_count() or 1) + 3)
+    assert step.threads == os.cpu_count()
+    assert f"decoding uses {os.cpu_count()} threads, one for each core" in caplog.text
+
+
+def test_a_hold_rule_is_refused_before_a_weight_is_read(tmp_path, write_checkpoint):
+    folder = write_checkpoint(tmp_path / "model")
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(
+        BackendError, match="step compiled holds by attention, or at intervals by most rules: leave the option step"
+    ):
+        Engine.load(folder, decode_policy="hold", hold_by="tova", step="compiled", device="cpu")
 
 
 @pytest.mark.parametrize("decode_policy", ["grow", "hold"])

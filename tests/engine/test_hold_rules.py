@@ -240,10 +240,10 @@ def test_a_rule_has_no_compiled_form_and_says_so_once(tmp_path, write_checkpoint
     assert runner.step is runner.step
     assert [record.message for record in caplog.records if "plain torch" in record.message] == [
         "decoding runs in plain torch, several times slower: "
-        "hold_by has no compiled form but for attention, and for intervals of most rules"
+        "the compiled step holds by attention, or at intervals by most rules"
     ]
     forced = make_runner(folder, decode_policy="hold", hold_by="tova", step="compiled")
-    with pytest.raises(BackendError, match="hold_by has no compiled form"):
+    with pytest.raises(BackendError, match="holds by attention, or at intervals"):
         _ = forced.step
     assert type(make_runner(folder, decode_policy="hold", hold_by="attention").step).__name__ != "EagerStep"
     for by, step in (

@@ -256,7 +256,7 @@ def test_what_cannot_be_is_refused_before_a_weight_is_read(model_folder):
         CacheConfig(kv_bits=4, decode_policy="hold")
     folder = model_folder()
     (folder / "model.safetensors").write_bytes(b"")
-    wanted = (({"step": "compiled"}, "step compiled"), ({"attention": "triton"}, "packed rows of kv_bits"))
+    wanted = (({"step": "graph"}, "step graph"), ({"attention": "triton"}, "packed rows of kv_bits"))
     for options, reason in wanted:
         with pytest.raises(BackendError, match=reason):
             Engine.load(folder, kv_bits=4, device="cpu", **options)
