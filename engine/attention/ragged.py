@@ -19,7 +19,7 @@ from .sdpa import Sdpa
 
 _TILE_BYTES = 16384  # of keys or of values in a block: three stages of both leave room for two programs on an SM
 _PROGRAMS = 512  # pieces of all rows of one sequence together: about four programs for each SM of a large GPU
-_TOGETHER = 16  # pieces that are joined at a time
+TOGETHER = 16  # pieces that are joined at a time
 
 
 def next_power(value: int) -> int:
@@ -126,7 +126,7 @@ def attend_rows(
         DIM_PAD=dim_pad,
         BLOCK=block,
         PIECES=most,
-        TOGETHER=_TOGETHER,
+        TOGETHER=TOGETHER,
         num_warps=4,
     )
     if not weights:

@@ -22,6 +22,7 @@ TYPES = {
     "torch.bfloat16": "bf16",
     "torch.float16": "fp16",
     "torch.int8": "i8",
+    "torch.uint8": "u8",
     "torch.int32": "i32",
     "torch.int64": "i64",
     "torch.bool": "i1",
@@ -68,13 +69,16 @@ def catch(architecture: int) -> dict[str, int]:
 
 
 def launch() -> None:
-    """One decode step of some models, with hold and without, the window's statistics, and int8 products."""
+    """One decode step of some models, with hold and without, packed rows, the window's statistics, int8 products."""
     import torch
     from cake_infer.cache.device_statistics import column_scores
     from cake_infer.cache.layout import ArenaLayout, ArenaSize
+    from cake_infer.cache.packed_store import PackedStore
     from cake_infer.cache.store import Store
     from cake_infer.cache.view import LayerView
     from cake_infer.engine.attention.ragged import RaggedTriton, store_newcomers
+    from cake_infer.engine.attention.ragged_packed import attend_packed
+    from cake_infer.engine.attention.rows import Rows
     from cake_infer.engine.device_sampling import DeviceSampler, Kind
     from cake_infer.engine.device_step import DeviceState, DeviceStep
     from cake_infer.models.config import ModelConfig
@@ -116,6 +120,13 @@ def launch() -> None:
             step(state, store, 400, Kind.GREEDY)
             newcomers = torch.zeros(2, config.num_kv_heads, config.head_dim, dtype=dtype)
             store_newcomers(state.layer(0, store, 400), newcomers, newcomers)
+    packed = ((8, 64, torch.float16, None), (4, 128, torch.bfloat16, 7), (2, 96, torch.float32, None))
+    for bits, dim, dtype, sliding in packed:
+        table = torch.zeros(1, 2, dtype=torch.int32)
+        numbers = torch.zeros(40, dim, dtype=dtype)
+        rows = Rows(numbers, numbers, torch.zeros(40, dtype=torch.int32), table, table, table[:, 0].contiguous(), 20)
+        store = PackedStore(ArenaLayout(1, 2, dim, dtype, dtype, kv_bits=bits, window=8), 64)
+        attend_packed(torch.zeros(1, 8, dim, dtype=dtype), rows, store, table, table, 3000, scale=0.1, sliding=sliding)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for sliding in (None, 7):
             view = LayerView(

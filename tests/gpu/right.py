@@ -45,6 +45,12 @@ def kernels(check: Check) -> None:
         name = str(dtype).removeprefix("torch.")
         check.tell(f"attention {name}: largest error", worst, "", f"at most {CLOSE[dtype]:g}", worst <= CLOSE[dtype])
         check.tell(f"hold {name}: slots exchanged as in torch", str(exchanged), ok=exchanged)
+    for bits, dtype in ((8, torch.float32), (4, torch.bfloat16), (2, torch.float16)):
+        if dry and dtype != torch.float32:
+            continue
+        error = _packed(check, bits, dtype, 16 if dry else 128, 40 if dry else 30000)
+        name = f"attention over {bits}-bit rows, {str(dtype).removeprefix('torch.')}: largest error"
+        check.tell(name, error, "", f"at most {CLOSE[dtype]:g}", error <= CLOSE[dtype])
     error = max(_statistics(check, n, sliding) for n in ((40,) if dry else (700, 20000)) for sliding in (None, 17))
     check.tell("window statistics: largest relative error", error, "", "at most 1e-3", error <= 1e-3)
 
@@ -94,6 +100,61 @@ def _attention(
     ragged.exchange_least_attended(rows, means, limit, window=4)
     same = torch.equal(rows.length, wide.length) and torch.equal(rows.position, wide.position)
     return error, same and torch.equal(rows.keys.double(), wide.keys)
+
+
+def _packed(check: Check, bits: int, dtype: torch.dtype, head_dim: int, most: int) -> float:
+    """Rows in two parts, against float64 over the numbers that torch makes of the codes."""
+    from cake_infer.cache.layout import ArenaLayout
+    from cake_infer.cache.packed_store import PackedStore
+    from cake_infer.cache.quantise import pack_keys, pack_values, whole_groups, widen_keys, widen_values
+    from cake_infer.engine.attention.ragged_packed import attend_packed
+    from cake_infer.engine.attention.rows import Rows
+
+    device, lengths, group = check.device, [[most, 0], [33, most // 2]], 3
+    generator = torch.Generator(device=device).manual_seed(bits)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device).to(dtype)
+
+    layout = ArenaLayout(1, 2, head_dim, dtype, dtype, kv_bits=bits, window=8)
+    store = PackedStore(layout, sum(whole_groups(n) for row in lengths for n in row), device)
+    offsets, numbers, end = [], [], 0
+    for n in (n for row in lengths for n in row):
+        keys, values = torch.zeros(n, head_dim, device=device), torch.zeros(n, head_dim, device=device)
+        if n:
+            stop = end + whole_groups(n)
+            parts = pack_keys(normal(n, head_dim), bits), pack_values(normal(n, head_dim), bits)
+            store.key_codes[end:stop], store.value_codes[end : end + n] = parts[0][0], parts[1][0]
+            store.key_scale[end // 32 : stop // 32], store.key_minimum[end // 32 : stop // 32] = parts[0][1:]
+            store.value_scale[end : end + n], store.value_minimum[end : end + n] = parts[1][1:]
+            widen_keys(keys, *parts[0], bits)
+            widen_values(values, *parts[1], bits)
+        offsets.append(end)
+        numbers.append((keys, values))
+        end += whole_groups(n)
+    length, offset = (torch.tensor(table, dtype=torch.int32).view(2, 2) for table in (lengths, offsets))
+    rest = torch.tensor([[0, 9], [18, 27]], dtype=torch.int32, device=device)
+    rows = Rows(
+        keys=normal(40, head_dim),
+        values=normal(40, head_dim),
+        position=torch.zeros(40, dtype=torch.int32, device=device),
+        offset=rest,
+        length=torch.full_like(rest, 8),
+        query_position=torch.zeros(2, dtype=torch.int32, device=device),
+        longest=9,
+    )
+    queries = normal(2, 2 * group, head_dim)
+    scale = head_dim**-0.5
+    out = attend_packed(queries, rows, store, offset.to(device), length.to(device), most, scale=scale)
+    error = 0.0
+    for index, (keys, values) in enumerate(numbers):
+        sequence, head = divmod(index, 2)
+        span, mine = slice(9 * index, 9 * index + 9), slice(head * group, (head + 1) * group)
+        all_keys = torch.cat([keys.double(), rows.keys[span].double()])
+        all_values = torch.cat([values.double(), rows.values[span].double()])
+        wanted = torch.softmax(queries[sequence, mine].double() @ all_keys.T * scale, -1) @ all_values
+        error = max(error, float((out[sequence, mine].double() - wanted).abs().max()))
+    return error
 
 
 def _statistics(check: Check, n: int, sliding: int | None) -> float:

@@ -1,0 +1,119 @@
+"""Launches the Triton kernels of `triton_packed`, as `ragged.py` does: no host reads, shapes alone say what runs."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+from torch import Tensor
+
+from ...cache.packed_store import PackedStore
+from ...cache.quantise import GROUP
+from . import triton_decode, triton_packed
+from .ragged import TOGETHER, block_columns, most_pieces, next_power
+from .rows import Rows
+
+
+def attend_packed(
+    queries: Tensor,
+    rows: Rows,
+    store: PackedStore,
+    offset: Tensor,
+    length: Tensor,
+    longest: int,
+    *,
+    scale: float,
+    sliding: int | None = None,
+    newcomers: int = 1,
+) -> Tensor:
+    """Attention `[batch, heads, head_dim]` of new tokens over packed rows and the rest of them, in one softmax.
+
+    rows: the rest, see `rows.attend_rows`. offset, length: int32 `[batch, kv_heads]` on the device, of the packed rows
+    in slots of the store, offsets whole groups; a packed row may be empty. longest: no packed row is longer.
+    """
+    batch, heads, head_dim = queries.shape
+    assert offset.is_contiguous(), "tables are flat"
+    assert length.is_contiguous(), "tables are flat"
+    queries = queries.contiguous()
+    group, device = heads // rows.kv_heads, queries.device
+    most = most_pieces(rows.kv_heads)
+    block, packed_block = block_columns(head_dim, rows.keys.dtype), max(GROUP, block_columns(head_dim, torch.float32))
+    behind = max(1, min(most, -(-longest // packed_block)))  # pieces of packed rows
+    pieces = behind + max(1, min(most, -(-rows.longest // block)))
+    partial = torch.empty(batch * heads, pieces, head_dim, dtype=torch.float32, device=device)
+    peak = torch.full((batch * heads, pieces), -math.inf, dtype=torch.float32, device=device)
+    total = torch.empty_like(peak)
+    out = torch.empty_like(queries)
+    shape = {
+        "KV_HEADS": rows.kv_heads,
+        "GROUP": group,
+        "GROUP_PAD": max(16, next_power(group)),
+        "HEAD_DIM": head_dim,
+        "DIM_PAD": max(16, next_power(head_dim)),
+        "PIECES": most,
+        "SLIDING": sliding is not None,
+        "WIDEN": triton.knobs.runtime.interpret,
+    }
+    exponent = scale * math.log2(math.e)
+    triton_packed.packed_split_kernel[(batch * rows.kv_heads, behind)](
+        queries,
+        store.key_codes,
+        store.value_codes,
+        store.key_scale,
+        store.key_minimum,
+        store.value_scale,
+        store.value_minimum,
+        store.position,
+        offset,
+        length,
+        rows.query_position,
+        partial,
+        peak,
+        total,
+        exponent,
+        sliding or 0,
+        pieces,
+        CODE_BYTES=store.key_codes.shape[1],
+        BITS=store.bits,
+        VALUE_GROUPS=store.value_scale.shape[1],
+        BLOCK=packed_block,
+        num_warps=4,
+        **shape,
+    )
+    triton_decode.split_kernel[(batch * rows.kv_heads, pieces - behind)](
+        queries,
+        rows.keys,
+        rows.values,
+        rows.position,
+        rows.offset,
+        rows.length,
+        rows.query_position,
+        partial[:, behind:],
+        peak[:, behind:],
+        total[:, behind:],
+        peak,
+        exponent,
+        sliding or 0,
+        rows.longest,
+        pieces,
+        NEWCOMERS=newcomers,
+        BLOCK=block,
+        KEEP_LOGITS=False,
+        num_warps=4,
+        num_stages=2 if rows.keys.dtype.itemsize > 2 else 3,
+        **shape,
+    )
+    triton_packed.join_kernel[(batch * heads,)](
+        partial,
+        peak,
+        total,
+        out,
+        pieces,
+        HEAD_DIM=head_dim,
+        DIM_PAD=shape["DIM_PAD"],
+        PIECES=next_power(pieces),
+        TOGETHER=TOGETHER,
+        num_warps=4,
+    )
+    return out
