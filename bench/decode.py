@@ -3,6 +3,7 @@
     python bench/decode.py                                        # formats, prompt lengths and budgets of the README
     python bench/decode.py --weights int8 --prompt 7800 --budget 512
     python bench/decode.py --batch 1 2 4 8                        # several sequences together
+    python bench/decode.py --kv-bits 16 8 4 2                     # the full cache of a long prompt, packed and not
 
 A step reads every weight once and every kept key and value once; the ceiling is those bytes over the bandwidth that the
 same process measures right before and after (see ceilings.py); shares are medians over the rounds. Prompts are random
@@ -21,6 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from cake_infer import Engine, GenerationConfig
+from cake_infer.cache.layout import kept_bytes
 from cake_infer.engine.batch import Batch
 from cake_infer.engine.generation import resolve_generation
 from cake_infer.engine.sequence import Sequence
@@ -50,8 +52,7 @@ def time_steps(engine: Engine, prompt: int, steps: int) -> tuple[np.ndarray, int
         start = time.perf_counter()
         runner.step(arena, sequence, index, window=window)
         times.append(time.perf_counter() - start)
-    slot = 2 * runner.layout.head_dim * runner.layout.kv_dtype.itemsize
-    return np.array(times[8:]), int(arena.kept_slots * slot)
+    return np.array(times[8:]), sum(kept_bytes(runner.layout, int(held)) for held in arena.held.flat)
 
 
 def time_batch(engine: Engine, prompt: int, size: int, steps: int) -> float:
@@ -86,6 +87,48 @@ def run_batches(args: argparse.Namespace) -> None:
             report("decode", name, rate, "tok/s", None, {"one sequence": rates[args.batch[0]]})
 
 
+def run_bits(args: argparse.Namespace) -> None:
+    """Tokens a second over the full cache of a long prompt, by the bits of what is kept outside of the window."""
+    prompt, weights = args.prompt or 7800, args.weights or "int8"
+    how = {"quant": weights} if weights.startswith("int") else {"dtype": None if weights == "bfloat16" else weights}
+    engines = {
+        bits: Engine.load(
+            args.model,
+            threads=args.threads,
+            step="compiled",
+            policy="full",
+            kv_bits=None if bits == 16 else bits,
+            **how,
+        )
+        for bits in args.kv_bits
+    }
+    times: dict[int, list[float]] = {bits: [] for bits in engines}
+    shares: dict[int, list[float]] = {bits: [] for bits in engines}
+    read: dict[int, int] = {}
+    for _ in range(args.rounds):
+        for bits, engine in engines.items():
+            before = max(read_bandwidth(256 << 20).values())
+            found, kv = time_steps(engine, prompt, args.steps)
+            bandwidth = max(before, *read_bandwidth(256 << 20).values())
+            read[bits] = engine.runner.decoder.nbytes + kv
+            times[bits].append(float(np.median(found)))
+            shares[bits].append(read[bits] / times[bits][-1] / (bandwidth * 1e9))
+    first = float(np.median(times[args.kv_bits[0]]))
+    for bits in engines:
+        seconds, share = float(np.median(times[bits])), float(np.median(shares[bits]))
+        report(
+            "decode",
+            f"{weights} weights, prompt {prompt:,}, full cache in {bits} bits",
+            1 / seconds,
+            "tok/s",
+            1 / seconds / share,
+            {f"{args.kv_bits[0]} bits": 1 / first},
+            bytes_per_token=read[bits],
+            ms_per_token=seconds * 1e3,
+            threads=args.threads,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
@@ -103,7 +146,17 @@ def main() -> None:
         metavar="N",
         help="sequences decoded together; the first is what others are compared with",
     )
+    parser.add_argument(
+        "--kv-bits",
+        type=int,
+        nargs="+",
+        choices=(16, 8, 4, 2),
+        help="bits of kept keys and values (16: not packed); the first is what others are compared with",
+    )
     args = parser.parse_args()
+    if args.kv_bits:
+        run_bits(args)
+        return
     if args.batch:
         run_batches(args)
         return
