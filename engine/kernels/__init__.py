@@ -31,6 +31,7 @@ SOURCES = (
     "newcomers",
     "packed_rows",
     "packed_vectors",
+    "processor",
     "rows",
     "step",
     "team",

@@ -190,9 +190,7 @@ def test_what_has_no_form_for_packed_rows_and_what_threads_are_too_many_is_said(
 def test_a_hold_rule_is_refused_before_a_weight_is_read(tmp_path, write_checkpoint):
     folder = write_checkpoint(tmp_path / "model")
     (folder / "model.safetensors").write_bytes(b"")
-    with pytest.raises(
-        BackendError, match="step compiled holds by attention, or at intervals by most rules: leave the option step"
-    ):
+    with pytest.raises(BackendError, match=r"step compiled holds by attention, .*: leave the option step out"):
         Engine.load(folder, decode_policy="hold", hold_by="tova", step="compiled", device="cpu")
 
 
