@@ -46,7 +46,7 @@ def add_bias(out: Any, bias: Any, begin: int, end: int, at: int) -> None:
 
 
 @njit(error_model="numpy")
-def row_pieces(length: int, packed: int) -> int:
+def row_pieces(length: Any, packed: Any) -> Any:
     """Pieces of a row with its newcomer: those that are packed come first."""
     return pieces_of(packed) + pieces_of(length + 1)
 
