@@ -140,11 +140,16 @@ class PackedArena(Arena):
         window = self.layout.window
         wanted = GROUP - self.packed.length % GROUP  # the first time a group that is not full is filled up
         due = self.length >= window + wanted
+        if not due.any():
+            return
+        whole = due & (wanted == GROUP)
+        tables = self.keys, self.values, self.position, self.score
+        self.packed.append_groups(whole, self.offset[whole], tables)
         for layer, head in zip(*(at.tolist() for at in due.nonzero()), strict=True):
             count, length = int(wanted[layer, head]), int(self.length[layer, head])
             start = int(self.offset[layer, head])
-            gone = slice(start, start + count)
-            self.packed.append(layer, head, self.keys[gone], self.values[gone], self.position[gone], self.score[gone])
+            if not whole[layer, head]:
+                self.packed.append(layer, head, *(table[start : start + count] for table in tables))
             self.store.move(start + count, start, length - count)
             self.length[layer, head] = length - count
 

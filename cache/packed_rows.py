@@ -113,6 +113,31 @@ class PackedRows:
         codes, scale, minimum = pack_values(values, store.bits)
         store.value_codes[slots], store.value_scale[slots], store.value_minimum[slots] = codes, scale, minimum
 
+    def append_groups(
+        self, rows: np.ndarray, starts: np.ndarray, source: tuple[Tensor, Tensor, Tensor, Tensor]
+    ) -> None:
+        """Pack 32 tokens behind each of the rows that `rows` bool `[layers, kv_heads]` says, all of whole groups.
+
+        `starts`: of each in row-major order, the slot of its first token in `source`: keys, values `[slots, head_dim]`,
+        positions and scores `[slots]`. Some rows at a time, in few operations.
+        """
+        store, ends = self.store, (self.offset + self.length)[rows]
+        assert not (ends % GROUP).any(), "a group is packed as a whole"
+        assert (self.length + GROUP <= self.capacity)[rows].all(), "a row was sized for fewer new tokens"
+        for first in range(0, len(ends), TILE // GROUP):
+            some = slice(first, first + TILE // GROUP)
+            tokens, slots = (
+                torch.from_numpy((table[some, None] + np.arange(GROUP)).ravel()).to(store.device)
+                for table in (starts, ends)
+            )
+            groups = torch.from_numpy(ends[some] // GROUP).to(store.device)
+            keys, values, position, score = (table[tokens] for table in source)
+            store.key_codes[slots], store.key_scale[groups], store.key_minimum[groups] = pack_keys(keys, store.bits)
+            codes, scale, minimum = pack_values(values, store.bits)
+            store.value_codes[slots], store.value_scale[slots], store.value_minimum[slots] = codes, scale, minimum
+            store.position[slots], store.score[slots] = position, score
+        self.length[rows] += GROUP
+
     def append(self, layer: int, head: int, keys: Tensor, values: Tensor, position: Tensor, score: Tensor) -> None:
         """Pack tokens `[n, head_dim]` behind a row. Keys of a group that is not full are packed anew with them."""
         length = int(self.length[layer, head])
