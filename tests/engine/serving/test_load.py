@@ -109,7 +109,7 @@ def test_a_long_prompt_is_read_in_chunks_between_the_steps_of_the_others(serving
 
 def test_a_short_prompt_does_not_wait_until_a_long_one_has_been_read(serving, slow, wait_for):
     started = serving()
-    slow.seconds = 0.04
+    slow.seconds = 0.2  # 47 chunks take long enough for a client on a busy machine
     scheduler, client = started.service.scheduler, started.client()
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(client.completions.create, model="tiny", prompt="x y " * 1000, max_tokens=1)
