@@ -250,7 +250,7 @@ class Service:
         """Another policy than the server's, with its own constants: what the server was told is of its policy."""
         if (name, budget) not in self._policies:
             base = self.engine.cache
-            plain = {field.name: field.default for field in fields(CacheConfig) if field.name in CHOSEN}
+            plain: dict[str, Any] = {field.name: field.default for field in fields(CacheConfig) if field.name in CHOSEN}
             config = replace(base, **{**plain, "policy": name, "budget": budget})
             if config.spare != base.spare:
                 raise invalid(f"the policy {name} holds rows in another way than this server", "cake.policy")
