@@ -22,6 +22,7 @@ ATTENTION = ("auto", "sdpa", "flash_attn", "triton")
 STEPS = ("auto", "compiled", "graph", "eager")
 TUNING = ("auto", "off")
 QUANTS = ("int8", "int4")
+DEFAULT_PIECE = 2048  # tokens of a text that is read in pieces
 MOST_THREADS = 1024  # torch's own pool crashes the process with too many
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]+)?")
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ..errors import OptionError, PromptError
 from ..models.stream_encoder import StreamEncoder
 from .encoding import prompt_ids
+from .options import DEFAULT_PIECE
 from .text import check_text
 
 if TYPE_CHECKING:
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from ..models.tokenizer import Span, Tokenizer
     from .engine import Engine, Message
 
-DEFAULT_PIECE = 2048  # tokens
 Part = tuple[str, "Sequence[Span]"]  # of a text, and where in it no control token may be seen
 
 

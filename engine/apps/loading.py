@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any
 from ...cache.config import CacheConfig
 from ...cache.policies import choose
 from ..generation import GenerationConfig
-from ..options import CACHE_FLAGS, ENGINE_FLAGS, FLAG_NAMES, GENERATION_FLAGS, EngineOptions, add_flags, from_args
+from ..options import (
+    CACHE_FLAGS,
+    DEFAULT_PIECE,
+    ENGINE_FLAGS,
+    FLAG_NAMES,
+    GENERATION_FLAGS,
+    EngineOptions,
+    add_flags,
+    from_args,
+    positive_count,
+)
 from .console import Console
 
 if TYPE_CHECKING:
@@ -60,6 +70,30 @@ def add_output_arguments(parser: argparse._ActionsContainer) -> None:
     """What is said on standard error."""
     parser.add_argument("--quiet", action="store_true", help="no progress, notices or statistics; warnings stay")
     parser.add_argument("--verbose", action="store_true", help="more notices, and the kept tokens of each layer")
+
+
+def add_pieces_argument(parser: argparse._ActionsContainer, text: str) -> None:
+    """Texts longer than memory, or long ones in less time."""
+    parser.add_argument(
+        "--stream-prefill",
+        metavar="N",
+        nargs="?",
+        type=positive_count,
+        const=DEFAULT_PIECE,
+        help=f"{text} in pieces of N tokens ({DEFAULT_PIECE}), evicting after each: memory is that of a piece, time "
+        "linear in the text",
+    )
+
+
+def pieces_conflict(args: argparse.Namespace, *, length_known: bool) -> str | None:
+    """Why --stream-prefill does not go together with other flags, or None."""
+    if args.stream_prefill is None:
+        return None
+    if args.policy == "full":
+        return "--stream-prefill has no effect with --policy full, which keeps everything"
+    if not length_known and args.kv_memory is None and "%" in str(args.budget):
+        return "--budget in % needs the length of the prompt, which --stream-prefill does not know: give it in tokens"
+    return None
 
 
 def generation_config(args: argparse.Namespace) -> GenerationConfig:

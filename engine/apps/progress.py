@@ -15,6 +15,7 @@ STAGES = {
     "prefill": "reading",
     "evaluate": "measuring",
     "compile": "compiling",
+    "wait": "waiting for text",
     "import": "importing",
 }
 REDRAW_S = 0.1
@@ -52,12 +53,17 @@ class ProgressBar:
     def __call__(self, progress: Progress) -> None:
         """Draws the engine's own progress."""
         detail = ""
-        if progress.layer is not None and progress.num_layers:
+        if progress.tokens is not None:
+            detail = f"{progress.tokens:,} tok"
+        elif progress.layer is not None and progress.num_layers:
             detail = f"layer {min(progress.layer + 1, progress.num_layers)}/{progress.num_layers}"
-        self.update(progress.stage, progress.done, progress.total, detail)
+        self.update(progress.stage, progress.done, progress.total, detail, rate=progress.tokens is not None)
 
-    def update(self, stage: str, done: int, total: int, detail: str = "") -> None:
-        """Draws at most every tenth of a second; a finished stage removes the bar. A total of 0 is unknown."""
+    def update(self, stage: str, done: int, total: int, detail: str = "", *, rate: bool = False) -> None:
+        """Draws at most every tenth of a second; a finished stage removes the bar. A total of 0 is unknown.
+
+        rate: `done` is in tokens, and how many came in a second is shown.
+        """
         if self._stream is None:
             return
         now = self._clock()
@@ -71,7 +77,10 @@ class ProgressBar:
         if now - self._started < PATIENCE_S or now - self._drawn_at < REDRAW_S:
             return
         self._drawn_at = now
-        self._write(CLEAR_LINE + self._line(stage, done, total, detail, now - self._started))
+        elapsed = now - self._started
+        if rate and done > self._first_done:
+            detail += f"  {(done - self._first_done) / elapsed:,.0f} tok/s"
+        self._write(CLEAR_LINE + self._line(stage, done, total, detail, elapsed))
         self._visible = self._stream is not None
 
     def clear(self) -> None:
@@ -83,7 +92,7 @@ class ProgressBar:
     def _line(self, stage: str, done: int, total: int, detail: str, elapsed: float) -> str:
         name = STAGES.get(stage, stage)
         if total <= 0:
-            return f"{name}  {duration(elapsed)}"
+            return "  ".join([name, *([detail] if detail else []), duration(elapsed)])
         filled = BAR_WIDTH * done // total
         parts = [name, f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {100 * done // total:3d}%"]
         if detail:

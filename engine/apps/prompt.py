@@ -88,7 +88,7 @@ def read_prompt(args: argparse.Namespace, console: Console) -> Prompt | None:
     if args.prompt_tokens:
         return Prompt(random_tokens=args.prompt_tokens, seed=args.seed or 0)
     documents = [read_document(name) for name in args.prompt_file or ()]
-    if not documents and (args.prompt is None or _stdin_is_data()):
+    if not documents and (args.prompt is None or stdin_is_data()):
         if args.prompt is None and sys.stdin is not None and sys.stdin.isatty():
             return None
         _tell_if_silent(console)
@@ -119,7 +119,7 @@ def _stdin_bytes() -> bytes:
     return b"" if sys.stdin is None else sys.stdin.buffer.read()
 
 
-def _stdin_mode() -> int:
+def stdin_mode() -> int:
     """The file mode of standard input; 0 where there is none."""
     try:
         return os.fstat(sys.stdin.fileno()).st_mode if sys.stdin is not None else 0
@@ -127,14 +127,14 @@ def _stdin_mode() -> int:
         return 0
 
 
-def _stdin_is_data() -> bool:
+def stdin_is_data() -> bool:
     """Whether somebody sends a document: a pipe, a socket or a file, but no terminal and not /dev/null."""
-    mode = _stdin_mode()
+    mode = stdin_mode()
     return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISREG(mode)
 
 
 def _tell_if_silent(console: Console) -> None:
     """A pipe that nobody writes to would look like a hang."""
-    mode = _stdin_mode()
+    mode = stdin_mode()
     if (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)) and not select.select([sys.stdin], [], [], SILENCE_S)[0]:
         console.notice("waiting for text on standard input (< /dev/null if there is none)")
