@@ -142,25 +142,6 @@ def packed_slots(rows: int, total: int, longest: int, inside: int) -> int:
     return min(rows * whole_groups(longest - inside), (outside + rows * (GROUP - 1)) // GROUP * GROUP)
 
 
-def continued_size(
-    layout: ArenaLayout, *, budget: int, piece: int, new_tokens: int, hold: int = 0, late: bool = False
-) -> ArenaSize:
-    """Slots that reading any number of pieces of `piece` tokens one after another needs, as a rule.
-
-    See `arena_size`. Rows hold the whole budget beside each piece; the longest is taken to be `LONGEST_ROW` budgets.
-    """
-    return arena_size(
-        layout,
-        budget=budget,
-        tokens=piece,
-        new_tokens=new_tokens,
-        hold=hold,
-        held=layout.num_layers * layout.num_kv_heads * budget,
-        held_longest=LONGEST_ROW * budget,
-        late=late,
-    )
-
-
 def after_turn(budget: int | None, tokens: int, new_tokens: int, hold: int = 0) -> int:
     """Tokens that an average row holds after a first turn of so many."""
     if hold and budget is not None:

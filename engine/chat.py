@@ -18,6 +18,8 @@ from .chat_file import SavedChat, read_chat, write_chat
 from .encoding import check_length
 from .generation import GenerationConfig
 from .moment import Moment
+from .pieces import ListedPieces, piece_size
+from .piecewise import check_pieces
 from .reply import OnProgress, reply
 from .results import Piece
 from .sequence import Sequence
@@ -38,8 +40,12 @@ class Chat:
     off before its first token, leaves no trace; a reply that is broken off stays, as far as it came.
     """
 
-    def __init__(self, engine: Engine, system: str | None = None) -> None:
+    def __init__(self, engine: Engine, system: str | None = None, *, stream_prefill: bool | int | None = None) -> None:
+        """`stream_prefill`: turns with more tokens than that are read in pieces of so many, see `Engine.stream`."""
         engine.chat_template()
+        self._piece = piece_size(stream_prefill)
+        if self._piece is not None:
+            check_pieces(engine.runner, ListedPieces([], self._piece), 0)
         self.engine = engine
         self._system = check_text(system, "the system text") if system is not None else None
         self._budget = ChatBudget(engine)
@@ -169,7 +175,7 @@ class Chat:
             stream = reply(
                 self.engine,
                 sequence,
-                ids,
+                ids if self._piece is None or len(ids) <= self._piece else ListedPieces(ids, self._piece),
                 generation,
                 on_progress=on_progress,
                 conversation=True,

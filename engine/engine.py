@@ -26,9 +26,9 @@ from .loading import (
     cache_config,
     load_engine,
 )
-from .memory import plan_run, weights_of
 from .memory_limit import check_memory
 from .options import EngineOptions
+from .piece_memory import plan_reply
 from .pieces import piece_size, prompt_pieces
 from .piecewise import check_pieces
 from .reply import OnProgress, reply
@@ -125,30 +125,24 @@ class Engine:
         )
 
     def check_room(
-        self, prompt_tokens: int, config: GenerationConfig | None = None, *, conversation: bool = False
+        self,
+        prompt_tokens: int | None,
+        config: GenerationConfig | None = None,
+        *,
+        conversation: bool = False,
+        stream_prefill: int | None = None,
     ) -> None:
         """Compare what a one-shot run, or a conversation's second turn, needs with what there is.
 
         It needs no weights, only their headers.
 
+        With `stream_prefill` for a prompt that is read in such pieces, of any length if that is None.
+
         Raises PromptError if the prompt does not fit the context and MemoryLimit if the run does not fit the memory;
         near the limit a warning is logged.
         """
         wanted = self._generation(config, {}).max_new_tokens or 0
-        weights, stored = weights_of(
-            None if self.random_weights else self.model_path, self.config, self.dtype, self.quant
-        )
-        plan = plan_run(
-            self.config,
-            self.cache,
-            weights=weights,
-            stored=stored,
-            prompt_tokens=prompt_tokens,
-            new_tokens=room_for_reply(prompt_tokens, wanted, self.context),
-            chunk=self.chunk,
-            device=self.device,
-            conversation=self.context if conversation else None,
-        )
+        plan = plan_reply(self, prompt_tokens, wanted, stream_prefill, conversation=conversation)
         check_memory(plan, available_memory(str(self.device)))
 
     @property
@@ -237,10 +231,11 @@ class Engine:
         )
         return collect(self.stream(ids=ids, **options), ids)
 
-    def chat(self, system: str | None = None) -> Chat:
-        """A conversation over the budget: each turn reads only what is new. See `engine/chat.py`."""
+    def chat(self, system: str | None = None, *, stream_prefill: bool | int | None = None) -> Chat:
+        """A conversation over the budget: each turn reads only what is new, in pieces where `stream_prefill` is given
+        and it is longer. See `engine/chat.py`."""
         _ = self.runner
-        return Chat(self, system)
+        return Chat(self, system, stream_prefill=stream_prefill)
 
     def compress(
         self,

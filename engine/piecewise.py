@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..cache.budget import Budget
-from ..cache.layout import ArenaSize, arena_bytes, continued_size
+from ..cache.layout import ArenaSize, arena_bytes
 from ..errors import OptionError, PromptError
-from .memory import first_budget
+from .piece_memory import piece_arena, piece_budget
 from .pieces import Pieces
 from .sequence import Sequence
 from .timing import Timing
@@ -49,7 +49,16 @@ def read_pieces(
         tell = None if on_tokens is None else _teller(on_tokens, pieces, sequence.total - before, len(ids), runner)
         with runner.access.alone():
             if not sequence.total and sequence.budget is None:
-                sequence.budget = _budget(runner, pieces, new_tokens, conversation)
+                sequence.budget = piece_budget(
+                    runner.decoder.config,
+                    runner.cache,
+                    runner.layout,
+                    tokens=pieces.tokens,
+                    piece=pieces.size,
+                    new_tokens=new_tokens,
+                    context=runner.context,
+                    conversation=conversation,
+                )
             total = sequence.total + len(ids)
             if total >= runner.context:
                 raise PromptError(
@@ -91,24 +100,6 @@ def check_pieces(runner: Runner, pieces: Pieces, new_tokens: int) -> None:
         )
 
 
-def _budget(runner: Runner, pieces: Pieces, new_tokens: int, conversation: bool) -> int | None:
-    """C in tokens, of the whole text where it is a share of it."""
-    cache, window = runner.cache, runner.cache.window
-    asked = Budget.parse(cache.budget)
-    if cache.kv_memory is None:
-        return asked.tokens(pieces.tokens or 0, window)
-    in_one = not conversation and pieces.tokens is not None and pieces.tokens <= pieces.size
-    first = min(pieces.size, pieces.tokens or pieces.size)
-    return first_budget(
-        runner.decoder.config,
-        cache,
-        runner.layout,
-        first,
-        new_tokens,
-        context=None if in_one else runner.context,
-    )
-
-
 def _reserve(runner: Runner, sequence: Sequence, tokens: int, new_tokens: int, *, go_on: bool) -> None:
     """Room for this piece and, as far as it can be foreseen, for all that follow, so that the arena need not grow."""
     tenancy, budget = runner.tenancy, sequence.budget
@@ -117,9 +108,7 @@ def _reserve(runner: Runner, sequence: Sequence, tokens: int, new_tokens: int, *
     lengths = tenancy.lengths(sequence)
     wanted = ArenaSize(0, 0, 0)
     if lengths is None and go_on:
-        wanted = continued_size(
-            runner.layout, budget=budget, piece=tokens, new_tokens=new_tokens, hold=tenancy.hold, late=tenancy.late
-        )
+        wanted = piece_arena(runner.layout, runner.cache, budget=budget, piece=tokens, new_tokens=new_tokens)
         if not tenancy.is_active(sequence):
             tenancy.set_aside()
     elif lengths is not None:

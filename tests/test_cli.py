@@ -81,7 +81,7 @@ def run(
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stdin", Stdin(stdin or b"", terminal))
             if stdin is not None:
-                patch.setattr("cake_infer.engine.apps.prompt._stdin_is_data", lambda: True)
+                patch.setattr("cake_infer.engine.apps.prompt.stdin_is_data", lambda: True)
             code = cli.main(list(argv), made.load)
         captured = capfdbinary.readouterr()
         return Run(code, captured.out.decode(), captured.err.decode(), made)
@@ -204,6 +204,11 @@ FLAGS: dict[str | None, dict[str, Observation]] = {
         "--prompt-file": (["--prompt-file", "doc.txt"], lambda seen: seen.prompt, "<user>doc\n\nhi<end><reply>"),
         "--system": (["--system", "be"], lambda seen: seen.prompt, "<system>be<end><user>hi<end><reply>"),
         "--raw": (["--raw"], lambda seen: seen.prompt, "hi"),
+        "--stream-prefill": (
+            ["--stream-prefill", "64"],
+            lambda seen: (seen.prompt, seen.call("stream")["stream_prefill"]),
+            ("<user>hi<end><reply>", 64),
+        ),
         "--prompt-tokens": (["--prompt-tokens", "9"], lambda seen: len(seen.call("stream")["ids"]), 9),
         "--logprobs": (
             ["--json", "--logprobs", "2"],
@@ -224,7 +229,10 @@ FLAGS: dict[str | None, dict[str, Observation]] = {
     "chat": MODEL_FLAGS
     | REPLY_FLAGS
     | OUTPUT_FLAGS
-    | {"--system": (["--system", "be"], lambda seen: seen.call("chat"), "be")},
+    | {
+        "--system": (["--system", "be"], lambda seen: seen.call("chat"), "be"),
+        "--stream-prefill": (["--stream-prefill"], lambda seen: seen.call("chat in pieces"), 2048),
+    },
     "compress": {name: seen for name, seen in MODEL_FLAGS.items() if name not in ("--decode-policy", "--hold-by")}
     | OUTPUT_FLAGS
     | {
@@ -372,6 +380,10 @@ def test_a_new_field_of_a_config_cannot_be_forgotten_on_the_command_line() -> No
         ["--prompt", "x", "--policy", "full", "--policy-option", "gamma=200"],
         ["--prompt", "x", "--policy", "snapkv", "--gamma", "200"],
         ["--prompt", "x", "--allocation", "uniform", "--tau1", "1"],
+        ["--prompt", "x", "--policy", "full", "--stream-prefill"],
+        ["--prompt", "x", "--budget", "10%", "--stream-prefill"],
+        ["--prompt", "x", "--cache", "a.cake", "--stream-prefill"],
+        ["plan", "--batch", "2", "--stream-prefill"],
     ],
 )
 def test_a_flag_that_would_have_no_effect_is_refused(arguments: list[str], run: Callable[..., Run]) -> None:

@@ -14,8 +14,10 @@ from .loading import (
     add_generation_arguments,
     add_model_arguments,
     add_output_arguments,
+    add_pieces_argument,
     generation_config,
     open_engine,
+    pieces_conflict,
     usage_conflict,
 )
 from .reply import INTERRUPTED, Reply
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from ..engine import Engine
     from ..generation import GenerationConfig
     from .prompt import Prompt
+    from .streamed import StreamedPrompt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a document that `compress` has read, in place of reading it again; the prompt is the question",
     )
+    add_pieces_argument(text, "read the text, while a pipe is still written too,")
     add_generation_arguments(parser)
     add_model_arguments(parser)
     output = parser.add_argument_group("output")
@@ -70,7 +74,7 @@ def conflict(args: argparse.Namespace, given: set[str]) -> str | None:
     if args.prompt_file and args.prompt_file.count("-") > 1:
         return "--prompt-file - can be given once: standard input is read once"
     if args.cache is not None:
-        for name in ("system", "raw", "prompt_tokens"):
+        for name in ("system", "raw", "prompt_tokens", "stream_prefill"):
             if name in given:
                 return f"--{name.replace('_', '-')} has no effect with --cache: the document is read already"
         for name in ("budget", *USELESS_WHEN_FULL):
@@ -78,15 +82,21 @@ def conflict(args: argparse.Namespace, given: set[str]) -> str | None:
                 return f"{FLAG_NAMES[name]} has no effect with --cache: nothing more is evicted"
         if "policy" in given:
             return "--policy has no effect with --cache: nothing more is evicted"
-    return usage_conflict(args, given)
+    pieces = pieces_conflict(args, length_known=args.prompt_tokens is not None)
+    return pieces or usage_conflict(args, given)
 
 
 def run(args: argparse.Namespace, load: Load | None = None) -> int:
     """Generates one reply; returns the exit code. Raises CakeError."""
     from .prompt import read_prompt
+    from .streamed import streamed_prompt
 
     with Console(quiet=args.quiet, verbose=args.verbose) as console:
         generation = generation_config(args)
+        if args.stream_prefill is not None and not args.prompt_tokens:
+            streamed = streamed_prompt(args)
+            if streamed is not None:
+                return _stream(args, console, load, streamed, generation)
         prompt = read_prompt(args, console)
         if args.cache is not None:
             return _ask(args, console, load, prompt, generation)
@@ -98,18 +108,33 @@ def run(args: argparse.Namespace, load: Load | None = None) -> int:
                     raise UsageError(f"--{name} needs a prompt, and there is none: give --prompt or --prompt-file")
             return talk(args, console, load)
         ids: list[int] = []
+        pieces = {} if args.stream_prefill is None else {"stream_prefill": args.stream_prefill}
 
         def before_weights(engine: Engine) -> None:
             ids.extend(prompt.ids(engine))
-            engine.check_room(len(ids), generation)
+            engine.check_room(len(ids), generation, **pieces)
 
         with open_engine(args, console, load, before_weights) as engine:
             reply = Reply(console, show=not args.json)
-            reply.take(lambda on_progress: engine.stream(ids=ids, config=generation, on_progress=on_progress))
+            reply.take(lambda on_progress: engine.stream(ids=ids, config=generation, on_progress=on_progress, **pieces))
             return _finish(args, console, engine, reply, len(ids))
 
 
-def _finish(args: argparse.Namespace, console: Console, engine: Engine, reply: Reply, prompt_tokens: int) -> int:
+def _stream(
+    args: argparse.Namespace, console: Console, load: Load | None, prompt: StreamedPrompt, generation: GenerationConfig
+) -> int:
+    """A text that is read in pieces, as it comes."""
+    with open_engine(args, console, load, lambda engine: prompt.check(engine, generation, console)) as engine:
+        reply = Reply(console, show=not args.json)
+        reply.take(
+            lambda on_progress: engine.stream(
+                **prompt.arguments(on_progress, console), config=generation, on_progress=on_progress
+            )
+        )
+        return _finish(args, console, engine, reply, reply.stats.prompt_tokens if reply.stats is not None else None)
+
+
+def _finish(args: argparse.Namespace, console: Console, engine: Engine, reply: Reply, prompt_tokens: int | None) -> int:
     """What is written when the reply is over; the exit code."""
     if args.json:
         document = {"model": str(engine.model_path), "prompt_tokens": prompt_tokens, **reply.document()}

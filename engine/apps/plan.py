@@ -12,7 +12,13 @@ from ...errors import PromptError
 from ..generation import DEFAULT_MAX_NEW_TOKENS, GenerationConfig
 from ..options import GENERATION_FLAGS, EngineOptions, add_flags, from_args, positive_count
 from .console import Console
-from .loading import DEFAULT_MODEL, add_model_arguments, usage_conflict
+from .loading import (
+    DEFAULT_MODEL,
+    add_model_arguments,
+    add_pieces_argument,
+    pieces_conflict,
+    usage_conflict,
+)
 
 if TYPE_CHECKING:
     from ...models.config import ModelConfig
@@ -56,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="the second turn of a conversation, after one of the same size, with the copies that /undo goes back to",
     )
+    add_pieces_argument(length, "the prompt is read")
     others = tuple(name for name in GENERATION_FLAGS if name != "max_new_tokens")
     add_flags(length, GenerationConfig, GENERATION_FLAGS, skip=others)
     add_model_arguments(
@@ -71,7 +78,11 @@ def conflict(args: argparse.Namespace, given: set[str]) -> str | None:
     """Why these flags do not go together, or None."""
     if args.chat and args.batch > 1:
         return "--chat is one conversation: leave --batch out"
-    return usage_conflict(args, given)
+    if args.stream_prefill is not None:
+        for name, on in (("batch", args.batch > 1), ("chat", args.chat)):
+            if on:
+                return f"--{name} has no effect with --stream-prefill: one prompt is read in pieces"
+    return pieces_conflict(args, length_known=True) or usage_conflict(args, given)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -83,6 +94,7 @@ def run(args: argparse.Namespace) -> int:
     from ..available import available_memory
     from ..loading import choose_device, context_limit
     from ..memory import plan_run, weights_of
+    from ..piece_memory import plan_pieces
 
     device = choose_device(options.device)
     folder = find_config(args)
@@ -108,6 +120,19 @@ def run(args: argparse.Namespace) -> int:
         )
 
     plan, full = plan_with(cache), plan_with(everything(cache))
+    if args.stream_prefill is not None:
+        plan = plan_pieces(
+            config,
+            cache,
+            weights=weights,
+            stored=stored,
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            chunk=options.chunk,
+            piece=args.stream_prefill,
+            context=context,
+            device=device,
+        )
     available = available_memory(str(device))
     name = args.random_weights or args.model or DEFAULT_MODEL
     with Console() as console:

@@ -17,8 +17,10 @@ from .loading import (
     add_generation_arguments,
     add_model_arguments,
     add_output_arguments,
+    add_pieces_argument,
     generation_config,
     open_engine,
+    pieces_conflict,
     usage_conflict,
 )
 from .prompt import join_documents, read_document, system_text
@@ -62,10 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the system prompt")
     add_generation_arguments(parser, skip=("logprobs",))
     add_model_arguments(parser)
+    add_pieces_argument(parser, "read long messages and documents")
     add_output_arguments(parser.add_argument_group("output"))
 
 
-conflict = usage_conflict
+def conflict(args: argparse.Namespace, given: set[str]) -> str | None:
+    """Why these flags do not go together, or None."""
+    return pieces_conflict(args, length_known=True) or usage_conflict(args, given)
 
 
 def run(args: argparse.Namespace, load: Load | None = None) -> int:
@@ -86,17 +91,23 @@ def talk(args: argparse.Namespace, console: Console, load: Load | None = None) -
         engine.check_room(max(1, min(NOMINAL_TURN, engine.context // 2)), generation, conversation=True)
 
     with open_engine(args, console, load, before_weights) as engine:
-        return Repl(engine, console, open_line_input(), generation, system).run()
+        return Repl(engine, console, open_line_input(), generation, system, args.stream_prefill).run()
 
 
 class Repl:
     """One conversation and the documents that wait for its next message."""
 
     def __init__(
-        self, engine: Engine, console: Console, lines: LineInput, generation: GenerationConfig, system: str | None
+        self,
+        engine: Engine,
+        console: Console,
+        lines: LineInput,
+        generation: GenerationConfig,
+        system: str | None,
+        piece: int | None = None,
     ) -> None:
         self._engine, self._console, self._lines, self._generation = engine, console, lines, generation
-        self.chat: Chat = engine.chat(system=system)
+        self.chat: Chat = engine.chat(system=system, stream_prefill=piece)
         self._documents: list[tuple[str, str]] = []
         self._failed = False
         self._commands = {

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from ...errors import PromptError
 from ..results import Progress
 from ..text import TextReader
+from . import prompt as inputs
 from .console import Console
-from .prompt import SILENCE_S, STDIN, argument_text, stdin_is_data, stdin_mode, system_text
+from .prompt import SILENCE_S, STDIN, argument_text, stdin_mode, system_text
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -183,7 +184,7 @@ def streamed_prompt(args: argparse.Namespace) -> StreamedPrompt | None:
     Raises PromptError for a file that is not there.
     """
     names = tuple(args.prompt_file or ())
-    if not names and (args.prompt is None or stdin_is_data()):
+    if not names and (args.prompt is None or inputs.stdin_is_data()):
         if args.prompt is None and sys.stdin is not None and sys.stdin.isatty():
             return None
         names = ("-",)

@@ -82,8 +82,17 @@ class FakeEngine:
     def __exit__(self, *_: object) -> None:
         self.calls.append(("close", None))
 
-    def check_room(self, prompt_tokens: int, generation: Any = None, *, conversation: bool = False) -> None:
+    def check_room(
+        self,
+        prompt_tokens: int | None,
+        generation: Any = None,
+        *,
+        conversation: bool = False,
+        stream_prefill: int | None = None,
+    ) -> None:
         self.calls.append(("check_room", prompt_tokens))
+        if prompt_tokens is None:
+            return
         if prompt_tokens >= self.context:
             raise PromptError(f"the prompt has {prompt_tokens} tokens, but the model's context is {self.context}")
         if self.memory_limit is not None and prompt_tokens > self.memory_limit:
@@ -106,8 +115,23 @@ class FakeEngine:
 
         return SimpleNamespace(tokens=9, kept_tokens=3.0, layer_lengths=lengths, save=save, policy="auto")
 
-    def stream(self, *, ids: list[int], config: Any, on_progress: Any, cache: Any = None) -> Iterator[Piece]:
-        self.calls.append(("stream", {"ids": ids, "config": config}))
+    def stream(
+        self,
+        prompt: Any = None,
+        *,
+        messages: Any = None,
+        ids: list[int] | None = None,
+        config: Any,
+        on_progress: Any,
+        cache: Any = None,
+        stream_prefill: int | None = None,
+    ) -> Iterator[Piece]:
+        if messages is not None:  # the last one's text comes piece by piece
+            *before, last = messages
+            ids = FakeTemplate().encode([*before, {**last, "content": "".join(last["content"])}])
+        elif ids is None:
+            ids = list("".join(prompt).encode())
+        self.calls.append(("stream", {"ids": ids, "config": config, "stream_prefill": stream_prefill}))
         return self.reply(len(ids), config, on_progress)
 
     def reply(self, prompt_tokens: int, config: Any, on_progress: Any, prefix: str = "") -> Iterator[Piece]:
@@ -132,8 +156,9 @@ class FakeEngine:
         finally:
             self.closed_streams += 1
 
-    def chat(self, system: str | None = None) -> FakeChat:
+    def chat(self, system: str | None = None, *, stream_prefill: int | None = None) -> FakeChat:
         self.calls.append(("chat", system))
+        self.calls.append(("chat in pieces", stream_prefill))
         return FakeChat(self, system)
 
 

@@ -20,6 +20,7 @@ from cake_infer.engine.batch import Batch
 from cake_infer.engine.engine import Engine
 from cake_infer.engine.memory import Plan, plan_run, weights_of
 from cake_infer.engine.memory_limit import check_download, check_memory
+from cake_infer.engine.piece_memory import ID_BYTES, plan_reply
 from cake_infer.errors import MemoryLimit
 from cake_infer.models.config import read_config
 from cake_infer.models.registry import ALIASES
@@ -191,6 +192,32 @@ def test_the_plan_of_a_batch_is_within_5_percent_of_what_is_alive_at_the_peak(
     assert live.peak == pytest.approx(plan.arena + plan.transient, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("piece", "overrides", "cache"),
+    [
+        (400, {}, CacheConfig(budget=256)),
+        (1000, {}, CacheConfig(budget=256)),
+        (400, {}, CacheConfig(budget=600)),
+        (400, {}, CacheConfig(budget=256, decode_policy="hold")),
+        (400, {}, CacheConfig(budget=256, policy="snapkv")),
+        (400, {}, CacheConfig(kv_memory="3MiB")),
+        (3000, {}, CacheConfig(budget=256)),
+        (400, {"model_type": "mistral", "sliding_window": 400}, CacheConfig(budget=256)),
+    ],
+)
+def test_the_plan_of_pieces_is_within_5_percent_of_what_is_alive_at_the_peak(
+    piece: int, overrides: dict[str, Any], cache: CacheConfig, checkpoint: Callable[..., Path]
+) -> None:
+    ids = torch.randint(320, (3000,), generator=torch.Generator().manual_seed(0)).tolist()
+    with Engine.load(checkpoint(**overrides), random_weights=True, dtype="bfloat16", chunk=128, cache=cache) as engine:
+        with LiveBytes() as live:
+            engine.generate(ids=ids, max_new_tokens=4, stream_prefill=piece)
+        plan = plan_reply(engine, len(ids), 4, piece)
+        assert plan.arena == engine.runner.tenancy.arena.nbytes
+    tensors = plan.arena + plan.transient - (len(ids) * ID_BYTES if piece < len(ids) else 0)
+    assert live.peak == pytest.approx(tensors, rel=0.05)
+
+
 def test_the_plan_takes_the_weights_from_the_headers_of_the_files(
     write_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -281,6 +308,10 @@ FLAGS: dict[str, tuple[list[str], set[str]]] = {
     "--merge": (["--merge", "cam"], {"chunk", "transient", "total"}),
     "--schedule": (["--schedule", "late"], {"arena", "kept", "total"}),
     "--chat": (["--chat"], {"prompt_tokens", "undo"}),
+    "--stream-prefill": (
+        ["--stream-prefill", "400"],
+        {"arena", "kept", "staging", "hidden", "chunk", "transient", "products", "total"},
+    ),
     "--batch": (["--batch", "3"], {"batch", "arena", "kept", "chunk", "transient", "total"}),
     "--kv-bits": (["--kv-bits", "4"], {"arena", "kept", "total"}),
     "--kv-dtype": (["--kv-dtype", "float32"], {"arena", "kept", "total"}),
