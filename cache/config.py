@@ -41,6 +41,7 @@ class CacheConfig:
     gamma: weight of the variance in a token's score, None for 200 or what `tune` found.
     pool: odd width of the pooling over neighbouring positions.
     schedule: when a prefill evicts, None for the policy's own; see `cache.schedules`.
+    recascade: with hold, after how many new tokens CAKE's layers share anew; None for never.
     """
 
     budget: str | int = DEFAULT_BUDGET
@@ -61,6 +62,7 @@ class CacheConfig:
     hold_by: str | None = None
     schedule: str | None = None
     kv_bits: int | None = None
+    recascade: int | None = None
 
     def __post_init__(self) -> None:
         _check_choice("policy", self.policy, POLICIES)
@@ -82,6 +84,8 @@ class CacheConfig:
             raise OptionError(
                 f"hold_by has no effect with the decode policy {self.decode_policy}: choose hold, or leave it out"
             )
+        if self.recascade is not None:
+            self._check_recascade()
         given = parse_given(self.policy_options)
         object.__setattr__(self, "policy_options", tuple(f"{name}={value}" for name, value in given.items()))
         own = DEFAULT_WINDOW
@@ -161,6 +165,31 @@ class CacheConfig:
                 "together: choose grow, or leave kv_bits out"
             )
 
+    def _check_recascade(self) -> None:
+        """What is measured again must be what CAKE shares by, and rows must hold their lengths one by one."""
+        if not _is_int(self.recascade) or self.recascade < 1:
+            raise OptionError(f"recascade must be a whole number of at least 1 new token, not {self.recascade!r}")
+        if self.decode_policy != "hold":
+            raise OptionError(
+                f"recascade has no effect with the decode policy {self.decode_policy}: choose hold, or leave it out"
+            )
+        choice = self.choice
+        if choice is None:
+            return  # refused with the other options of the policy full
+        wrong = {
+            f"the allocation {choice.allocation.name}": choice.allocation.name != "cake",
+            f"the heads {choice.heads.name}": choice.heads.name != "equal",
+            f"the indicator {choice.indicator.name}": not choice.inputs <= {"window_queries"},
+            f"the merge {choice.merge.name}": choice.merge.name != "none",
+            f"hold by {self.hold_by}": choice.hold is None or choice.hold.name != "attention" or choice.spare != 1,
+        }
+        for what, is_wrong in wrong.items():
+            if is_wrong:
+                raise OptionError(
+                    f"recascade measures CAKE's preferences again and has no form for {what}: take the policy cake and "
+                    "hold by attention, or leave recascade out"
+                )
+
     def _refuse_unused(self) -> None:
         """No option is accepted and then not applied: these mean nothing to the policy full."""
         given = {
@@ -175,6 +204,7 @@ class CacheConfig:
             "policy_options": bool(self.policy_options),
             "hold_by": self.hold_by is not None,
             "schedule": self.schedule is not None,
+            "recascade": self.recascade is not None,
         }
         for name, is_given in given.items():
             if is_given:

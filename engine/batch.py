@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..cache.shared import SharedArena
-from ..errors import ArenaFull, CakeError
+from ..errors import ArenaFull, CakeError, OptionError
 from .fitting import longest_prompts
 from .generation import GenerationConfig
 from .graph import Ahead
@@ -55,6 +55,8 @@ class Batch:
 
     def __post_init__(self) -> None:
         runner = self.runner
+        if runner.cache.recascade is not None:
+            raise OptionError("texts that are decoded together have no recascade: leave that option out")
         with runner.access.alone():
             runner.tenancy.vacate()
             limits = [limit for limit in (self.limit, runner.tenancy.allowed) if limit is not None]

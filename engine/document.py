@@ -160,6 +160,8 @@ def load_document(engine: Engine, path: str | Path) -> Document:
 
 def open_document(engine: Engine, document: Document) -> TextSequence:
     """A sequence that goes on from the document's rows, of which `Tenancy` makes a copy in the arena."""
+    if engine.cache.recascade is not None:
+        raise OptionError("a document's rows keep their lengths: leave the option recascade out")
     return unpack(engine, document.snapshot, document.name, "document", fixed=True)
 
 

@@ -173,6 +173,11 @@ CACHE_FLAGS = {
         "layer, in that of a full cache); default the policy's own",
         choices=("cascade", "late"),
     ),
+    "recascade": Flag(
+        "with hold: after every N new tokens CAKE's layers share the cache anew, by what the reply attends to",
+        positive_count,
+        "N",
+    ),
     "tau1": Flag("policy cake: temperature of a layer's dispersion; default by model and budget", number, "X"),
     "tau2": Flag("policy cake: temperature of a layer's shift; default by model and budget", number, "X"),
     "gamma": Flag("policy cake: weight of the variance in a token's score; default 200", number, "X"),

@@ -30,6 +30,7 @@ from .headroom import make_room
 from .picker import Picker, Token
 from .pieces import Pieces
 from .piecewise import OnTokens
+from .recascade import RecascadingStep
 from .scoring import score_tokens
 from .seat import Seat
 from .sequence import Checkpoint, QueryRing, Sequence
@@ -163,7 +164,9 @@ class Runner:
     def step(self) -> Step:
         """What makes the decode steps; looked for when the first one is due."""
         graph = make_graph_step(self.decoder, self.attention, self._wanted_step, self.make_ahead)
-        return graph or make_step(
+        if graph is not None:
+            return graph
+        step = make_step(
             self.decoder,
             self.layout.kv_dtype,
             self._wanted_step,
@@ -172,11 +175,13 @@ class Runner:
             self.rule,
             self.layout.kv_bits,
         )
+        every = self.cache.recascade
+        return step if every is None else RecascadingStep(step, self.decoder, self.policy, every, self.cache.spare)
 
     def make_ahead(self) -> Ahead:
         """What decodes ahead with this model and cache. Raises BackendError where it cannot."""
-        if self.rule is not None:
-            raise BackendError("a graph has no form of hold_by but for attention at every step")
+        if self.rule is not None or self.cache.recascade is not None:
+            raise BackendError("a graph has no form of hold_by but for attention at every step, nor of recascade")
         return Ahead(
             self.decoder,
             self.attention,

@@ -271,7 +271,8 @@ def make_policy(config: CacheConfig, model: PolicyModel, budget: int) -> Policy:
         part: _make(choice.parts[part], options[part], model, budget)
         for part in ("indicator", "allocation", "heads", "merge")
     }
-    return ComposedPolicy(choice.policy, choice.title, **made, waits=choice.late)
+    title = choice.title if config.recascade is None else f"{choice.title}, recascade {config.recascade}"
+    return ComposedPolicy(choice.policy, title, **made, waits=choice.late)
 
 
 def make_hold(config: CacheConfig) -> HoldRule | None:

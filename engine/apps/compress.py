@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text.add_argument(
         "-o", "--output", metavar="FILE", required=True, help="the file to write, in place of one that may be there"
     )
-    add_model_arguments(parser, skip=("decode_policy", "hold_by", "policy"))
+    add_model_arguments(parser, skip=("decode_policy", "hold_by", "recascade", "policy"))
     parser.add_argument(
         "--policy",
         metavar="NAME",

@@ -40,6 +40,7 @@ USELESS_WHEN_FULL = (
     "policy_options",
     "hold_by",
     "schedule",
+    "recascade",
 )
 
 Load = Callable[..., "Engine"]
@@ -143,8 +144,9 @@ def usage_conflict(args: argparse.Namespace, given: set[str]) -> str | None:
         if args.decode_policy == "hold":
             return "--decode-policy hold has no effect with --policy full, which keeps everything"
         return None
-    if "hold_by" in given and args.decode_policy != "hold":
-        return "--hold-by has no effect without --decode-policy hold"
+    for name in ("hold_by", "recascade"):
+        if name in given and args.decode_policy != "hold":
+            return f"{FLAG_NAMES[name]} has no effect without --decode-policy hold"
     parts = {name: getattr(args, name, None) for name in ("indicator", "allocation", "heads", "merge")}
     chosen = choose(args.policy, **parts)
     for name in ("tau1", "tau2", "gamma"):

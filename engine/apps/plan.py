@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(
         parser,
         # what no figure depends on
-        skip=("threads", "tuning", "attention", "step", "tau1", "tau2", "gamma"),
+        skip=("threads", "tuning", "attention", "step", "tau1", "tau2", "gamma", "recascade"),
     )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")

@@ -116,13 +116,15 @@ class Texts:
     def _run(self) -> Iterator[str]:
         separator = ""
         for name in self._names:
-            begun = False
+            begun = name != "-"  # a pipe that nothing comes from is no document
+            if begun:
+                yield separator
             for text in self._document(name):
                 if not begun:
                     yield separator
                 begun = True
                 yield text
-            if begun or name != "-":
+            if begun:
                 separator = "\n\n"
         if self._question is not None:
             yield separator + self._question
@@ -132,7 +134,8 @@ class Texts:
         reader, held = TextReader(STDIN if name == "-" else name), ""
         for data in self._blocks(name):
             text = held + reader.push(data)
-            text, held = text[:-2], text[-2:]
+            held = text[max(len(text.rstrip("\r\n")), len(text) - 2) :]
+            text = text[: len(text) - len(held)]
             if text:
                 yield text
         held = (held + reader.finish()).removesuffix("\n").removesuffix("\r")
