@@ -9,12 +9,12 @@ import torch
 
 from ..cache.budget import Budget
 from ..cache.config import CacheConfig
-from ..cache.layout import LONGEST_ROW, ArenaLayout, ArenaSize, arena_bytes, arena_size
+from ..cache.layout import LONGEST_ROW, ArenaLayout, ArenaSize, arena_bytes, arena_size, packed_bytes
 from ..models.config import ModelConfig
 from ..models.products import product_dtype
 from .fitting import room_for_reply
 from .memory import FP32, Plan, first_budget, plan_run, weights_of, working_bytes
-from .precision import kv_dtype
+from .precision import arena_layout, kv_dtype
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -78,7 +78,7 @@ def plan_pieces(
     narrow = stored if stored.is_floating_point else torch.bfloat16
     kept = kv_dtype(cache, stored, torch.float32 if target.type == "cpu" else narrow)
     products = product_dtype(stored, target)
-    layout = ArenaLayout(config.num_layers, config.num_kv_heads, config.head_dim, kept, products)
+    layout = arena_layout(config, cache, kept, products)
     budget = piece_budget(
         config, cache, layout, tokens=prompt_tokens, piece=piece, new_tokens=new_tokens, context=context
     )
@@ -103,7 +103,7 @@ def plan_pieces(
         plan,
         prompt_tokens=prompt_tokens,
         arena=arena_bytes(layout, size),
-        kept=size.kept * layout.kept_slot_bytes,
+        kept=size.kept * layout.kept_slot_bytes + packed_bytes(layout, size.packed),
         staging=size.staging * (2 * layout.head_dim * products.itemsize + 8),
         chunk=working - before * (config.head_dim * FP32 + 8) + prompt_tokens * ID_BYTES,
     )
