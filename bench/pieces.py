@@ -2,8 +2,8 @@
 
     python bench/pieces.py --tokens 7800 --pieces 1024 2048
 
-Attention over a whole prompt grows with the square of its length; over a piece and the kept rows before it, it does not.
-There is no ceiling but the whole itself: below 1 pieces are faster.
+Attention over a whole prompt grows with the square of its length, over a piece and the kept rows before it, it does
+not. There is no ceiling but the whole itself: below 1 pieces are faster.
 """
 
 from __future__ import annotations

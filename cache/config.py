@@ -167,7 +167,8 @@ class CacheConfig:
 
     def _check_recascade(self) -> None:
         """What is measured again must be what CAKE shares by, and rows must hold their lengths one by one."""
-        if not _is_int(self.recascade) or self.recascade < 1:
+        every = self.recascade
+        if not _is_int(every) or every is None or every < 1:
             raise OptionError(f"recascade must be a whole number of at least 1 new token, not {self.recascade!r}")
         if self.decode_policy != "hold":
             raise OptionError(

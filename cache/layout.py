@@ -13,7 +13,7 @@ from .budget import size_text
 from .quantise import GROUP, code_bytes, value_groups, whole_groups
 
 # the longest row of a text that is read in pieces, in budgets, as far as an arena is made for it beforehand
-LONGEST_ROW = 2
+LONGEST_ROW = 4
 ALIGNMENT = 64  # bytes: where staging may begin
 
 

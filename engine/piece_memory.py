@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..cache.budget import Budget
+from ..cache.budget import Budget, parse_bytes
 from ..cache.config import CacheConfig
 from ..cache.layout import LONGEST_ROW, ArenaLayout, ArenaSize, arena_bytes, arena_size, packed_bytes
 from ..models.config import ModelConfig
@@ -95,14 +95,19 @@ def plan_pieces(
         device=device,
     )
     size = piece_arena(layout, fixed, budget=budget, piece=piece, new_tokens=new_tokens)
-    before = LONGEST_ROW * budget  # columns in front of a piece, which are voted on but have no angles or hidden states
+    before = 2 * budget  # columns in front of a piece, which are voted on but have no angles or hidden states
     working = working_bytes(
         config, fixed, layout, budget=budget, prompt_tokens=before + piece, chunk=min(chunk, piece), device=target
     )
+    arena = arena_bytes(layout, size)
+    if cache.kv_memory is not None:  # then it is made as it turns out to be needed
+        arena = min(arena, parse_bytes(cache.kv_memory))
+    if any(config.sliding_windows):  # what each KV head's kept rows may see is a mask of its own
+        working += 2 * config.num_kv_heads * min(chunk, piece) * (budget + piece)
     return replace(
         plan,
         prompt_tokens=prompt_tokens,
-        arena=arena_bytes(layout, size),
+        arena=arena,
         kept=size.kept * layout.kept_slot_bytes + packed_bytes(layout, size.packed),
         staging=size.staging * (2 * layout.head_dim * products.itemsize + 8),
         chunk=working - before * (config.head_dim * FP32 + 8) + prompt_tokens * ID_BYTES,

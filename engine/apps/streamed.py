@@ -62,12 +62,12 @@ class StreamedPrompt:
         from ..pieces import TextPieces
 
         assert engine.tokenizer is not None
-        count = 0
-        for piece in TextPieces(engine.tokenizer, ((text, ()) for text in texts), BLOCK // 16):
+        count, pieces = 0, TextPieces(engine.tokenizer, ((text, ()) for text in texts), BLOCK // 16, texts)
+        for piece in pieces:
             count += len(piece)
             console.progress(Progress("tokenize", texts.read, texts.size or 0))
             if count >= engine.context:
-                share = texts.share or 1.0
+                share = pieces.share or 1.0
                 about = f"about {count / share:,.0f}" if share < 1 else f"{count:,}"
                 raise PromptError(
                     f"the prompt has {about} tokens, but the model's context is {engine.context:,} and a reply needs "
@@ -206,7 +206,8 @@ def _total_size(names: tuple[str, ...]) -> int | None:
             regular = stat.S_ISREG(stdin_mode())
             size = os.fstat(sys.stdin.fileno()).st_size - os.lseek(sys.stdin.fileno(), 0, os.SEEK_CUR) if regular else 0
         else:
-            regular, size = os.path.isfile(name), os.path.getsize(name)
+            regular = os.path.isfile(name)
+            size = os.path.getsize(name) if regular else 0
         if not regular:
             return None
         total += max(size, 0)

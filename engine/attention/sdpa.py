@@ -15,6 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from . import rows as plain
 
+WIDTH = 64  # keys; see `_attend_before`
+
 
 def prefill_attention(
     queries: Tensor,
@@ -47,7 +49,7 @@ def prefill_attention(
     own, own_lse = _attend(grouped, keys[:, past:], values[:, past:], scale, causal=True)
     total = own_lse
     if past:
-        before, before_lse = _attend(grouped, keys[:, :past], values[:, :past], scale, causal=False)
+        before, before_lse = _attend_before(grouped, keys, values, scale, past)
         total = own_lse if lse is None else torch.logaddexp(own_lse, before_lse)
         # softmax over both parts: the share of each part is the sigmoid of the difference of their log-sum-exps
         torch.lerp(before, own, torch.sigmoid(own_lse - before_lse).unsqueeze(-1).to(own.dtype), out=own)
@@ -55,6 +57,39 @@ def prefill_attention(
     if lse is not None:
         lse.copy_(total.reshape(heads, q_len))
     return own.reshape(heads, q_len, head_dim)
+
+
+def _attend_before(grouped: Tensor, keys: Tensor, values: Tensor, scale: float, past: int) -> tuple[Tensor, Tensor]:
+    """`_attend` to the first `past` keys.
+
+    In half precision on a CPU torch compiles a kernel for every width of the last block of keys, about a megabyte, and
+    keeps it for good. Kept rows have any length, so that a long conversation would collect hundreds of them: here the
+    width is a multiple of `WIDTH`, and a mask hides what is behind.
+    """
+    width = -(-past // WIDTH) * WIDTH
+    if width == past or keys.device.type != "cpu" or keys.dtype not in (torch.bfloat16, torch.float16):
+        return _attend(grouped, keys[:, :past], values[:, :past], scale, causal=False)
+    kv_heads, group, q_len, head_dim = grouped.shape
+    folded = grouped.reshape(kv_heads, 1, group * q_len, head_dim)
+    if width <= keys.shape[1]:  # behind them are the chunk's own keys
+        mask = torch.zeros(width, dtype=keys.dtype)
+        mask[past:] = float("-inf")
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            folded,
+            keys[:, None, :width],
+            values[:, None, :width],
+            0.0,
+            False,
+            attn_mask=mask.expand(1, 1, folded.shape[2], width),
+            scale=scale,
+        )
+        return out.reshape(grouped.shape), lse.reshape(kv_heads, group, q_len)
+    out, lse = torch.empty_like(folded), torch.empty(kv_heads, group * q_len)
+    for head in range(kv_heads):  # a few queries
+        logits = folded[head, 0].float() @ keys[head, :past].float().t() * scale
+        lse[head] = torch.logsumexp(logits, dim=-1)
+        out[head, 0] = (logits - lse[head, :, None]).exp_() @ values[head, :past].float()
+    return out.reshape(grouped.shape), lse.reshape(kv_heads, group, q_len)
 
 
 def _attend(grouped: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:

@@ -239,3 +239,39 @@ def test_ragged_rows_equal_float64_row_by_row(flash):
                 if length >= 0:
                     expected = dense(queries[sequence, head][None], keys[span], values[span], 0.2, seen)[0]
                 torch.testing.assert_close(out[sequence, head].double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("past", "q_len"), [(70, 80), (70, 20), (128, 5), (1, 1), (63, 1), (130, 62), (0, 9)])
+def test_a_chunk_behind_kept_rows_of_any_length_in_every_precision(dtype, past, q_len):
+    """Widths of blocks are rounded where that saves torch a kernel: what lies behind them must not count."""
+    generator = torch.Generator().manual_seed(past + q_len)
+    queries = torch.randn(6, q_len, 16, generator=generator).to(dtype)
+    keys, values = (torch.randn(2, past + q_len, 16, generator=generator).to(dtype) for _ in range(2))
+    lse = torch.empty(6, q_len)
+    out = Sdpa().prefill(queries, keys, values, scale=0.25, past=past, sliding=None, lse=lse)
+    wide = [table.double().repeat_interleave(3, 0) for table in (keys, values)]
+    logits = queries.double() @ wide[0].transpose(1, 2) * 0.25
+    hidden = torch.arange(past + q_len)[None] > past + torch.arange(q_len)[:, None]
+    logits.masked_fill_(hidden, -torch.inf)
+    near = {"rtol": 0, "atol": 1e-5 if dtype == torch.float32 else 0.03}
+    torch.testing.assert_close(out.double(), torch.softmax(logits, -1) @ wide[1], **near)
+    torch.testing.assert_close(lse.double(), torch.logsumexp(logits, -1), **near)
+
+
+def test_in_half_precision_the_widths_of_key_blocks_are_few(monkeypatch):
+    """torch keeps a kernel for each of them, for good."""
+    widths, few = set(), torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+    def watch(queries, keys, *arguments, **options):
+        if queries.shape[2] != keys.shape[2]:  # the causal block has the chunk's width
+            widths.add(keys.shape[2] % 512)
+        return few(queries, keys, *arguments, **options)
+
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", watch)
+    for past in range(1, 600, 7):
+        for q_len in (64, 3):
+            queries = torch.randn(2, q_len, 16).bfloat16()
+            keys = torch.randn(2, past + q_len, 16).bfloat16()
+            Sdpa().prefill(queries, keys, keys, scale=0.25, past=past)
+    assert len(widths) <= 8

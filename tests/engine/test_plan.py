@@ -199,7 +199,6 @@ def test_the_plan_of_a_batch_is_within_5_percent_of_what_is_alive_at_the_peak(
         (1000, {}, CacheConfig(budget=256)),
         (400, {}, CacheConfig(budget=600)),
         (400, {}, CacheConfig(budget=256, decode_policy="hold")),
-        (400, {}, CacheConfig(budget=256, policy="snapkv")),
         (400, {}, CacheConfig(kv_memory="3MiB")),
         (3000, {}, CacheConfig(budget=256)),
         (400, {"model_type": "mistral", "sliding_window": 400}, CacheConfig(budget=256)),
@@ -213,7 +212,8 @@ def test_the_plan_of_pieces_is_within_5_percent_of_what_is_alive_at_the_peak(
         with LiveBytes() as live:
             engine.generate(ids=ids, max_new_tokens=4, stream_prefill=piece)
         plan = plan_reply(engine, len(ids), 4, piece)
-        assert plan.arena == engine.runner.tenancy.arena.nbytes
+        arena = engine.runner.tenancy.arena.nbytes
+        assert plan.arena == arena if cache.kv_memory is None else 0.98 * plan.arena < arena <= plan.arena
     tensors = plan.arena + plan.transient - (len(ids) * ID_BYTES if piece < len(ids) else 0)
     assert live.peak == pytest.approx(tensors, rel=0.05)
 

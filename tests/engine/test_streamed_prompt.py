@@ -207,7 +207,7 @@ def test_broken_text_in_the_middle_is_one_line_with_the_byte_offset(run, pipe, t
     code, found, err = run(*asked, "--raw", "--stream-prefill", "100")
     assert (code, found) == (1, None)
     assert f"is not UTF-8 text (0xff at byte {len(data)})" in err
-    assert err.count("\n") == 1
+    assert err.count("error: ") == 1
 
 
 def test_what_is_not_there_is_said_before_a_model_is_looked_for(run, tmp_path, monkeypatch):
