@@ -73,6 +73,19 @@ def test_pieces_are_the_turns_of_a_conversation(runner, random_ids, kept_positio
     assert (timing.pieces, timing.prompt_tokens, timing.total) == (len(cuts), tokens, tokens)
 
 
+@pytest.mark.parametrize("bits", [8, 2])
+def test_pieces_of_packed_rows_are_turns_too(make_runner, model_folder, random_ids, bits):
+    folder = model_folder(head_dim=32)
+    turns, streamed = (
+        make_runner(folder, step="eager", budget=64, window=WINDOW, chunk=16, kv_bits=bits) for _ in range(2)
+    )
+    ids, first = random_ids(170), Sequence()
+    for start in (0, 50, 100):
+        turns.feed(first, ids[start : start + 50], turns.prepare(first, 50, 6) and 0)
+    expected = reply(turns, first, ids[150:])
+    assert reply(streamed, Sequence(), ListedPieces(ids, 50)) == expected
+
+
 def test_what_pieces_keep_is_what_the_paper_says_of_rows_and_piece(runner, dense, model_folder, random_ids):
     """In float64 from the formulas: kept columns of the first piece and all of the second compete, and no others."""
     made, sequence, ids = runner(policy="cake"), Sequence(), random_ids(80)
