@@ -119,6 +119,8 @@ def command_line(args: argparse.Namespace, policy: Combination, budget: str, len
                 words += [f"--{part}", value]
         for option in config.policy_options:
             words += ["--policy-option", str(option)]
+    if policy.piece is not None:
+        words += ["--stream-prefill", str(policy.piece)]
     return words
 
 

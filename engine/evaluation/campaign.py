@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ...cache.budget import Budget
-from .combination import Combination, make_cell, merging
+from .combination import Combination, make_cell, read_alone
 from .encoding import EncodedRow
 from .ledger import Ledger
 from .memory import check_study
@@ -80,11 +80,11 @@ class Campaign:
             longest = max(len(item.encoded.prefix) for item, _ in todo)
             fed = max(len(item.encoded.suffix) for item, _ in todo) + after
             configs = [policy.config for policy in self.policies]
-            own = merging(self.policies)
+            own = read_alone(self.policies)
             if own:
                 self.notice(
-                    f"{', '.join(one.text for one in own)}: values are merged, so that each prompt is read once more "
-                    "for each budget"
+                    f"{', '.join(one.text for one in own)}: what is kept is not the full cache's, so that each prompt "
+                    "is read once more for each budget"
                 )
             cells = [make_cell(self.engine.runner, one, budget, longest) for one in own for budget in self.budgets]
             self.notice(check_study(self.engine, longest, fed, configs, len(self.budgets), cells, replies=replies))

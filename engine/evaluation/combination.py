@@ -19,11 +19,12 @@ PARTS = ("indicator", "allocation", "heads", "merge", "schedule")
 
 @dataclass(frozen=True)
 class Combination:
-    """`cake`, `snapkv,allocation=cake`, `cake,heads=adaptive,gamma=100`, `full,kv_bits=4`: a policy and its name in
-    tables."""
+    """`cake`, `snapkv,allocation=cake`, `cake,heads=adaptive,gamma=100`, `full,kv_bits=4`, `cake,pieces=2048`: a policy
+    and its name in tables. piece: it reads a prompt in pieces of so many tokens, None whole."""
 
     text: str
     config: CacheConfig
+    piece: int | None = None
 
     @classmethod
     def parse(cls, text: str, window: int | None) -> Combination:
@@ -38,6 +39,7 @@ class Combination:
             if key in parts or key in options:
                 raise OptionError(f"the policy {text!r} gives {key} twice")
             (parts if key in PARTS else options)[key] = value
+        pieces = options.pop("pieces", None)
         bits = options.pop("kv_bits", None)
         if bits is not None and bits not in [str(known) for known in KV_BITS]:
             raise OptionError(f"the policy {text!r} has no known kv_bits: {', '.join(map(str, KV_BITS))} are")
@@ -48,7 +50,19 @@ class Combination:
             kv_bits=None if bits is None else int(str(bits)),
             **parts,  # type: ignore[arg-type]
         )
-        return cls(",".join([name, *(change.replace(" ", "") for change in changes)]), config)
+        piece = options_piece(text, pieces, config)
+        return cls(",".join([name, *(change.replace(" ", "") for change in changes)]), config, piece)
+
+
+def options_piece(text: str, pieces: object, config: CacheConfig) -> int | None:
+    """The tokens of a piece. Raises OptionError."""
+    if pieces is None:
+        return None
+    if not str(pieces).isdecimal() or int(str(pieces)) < 1:
+        raise OptionError(f"the policy {text!r} has pieces that are no whole number of tokens, at least 1")
+    if config.policy == "full" or config.kv_bits is not None:
+        raise OptionError(f"the policy {text!r} is not compared in pieces: leave them out, or take one that evicts")
+    return int(str(pieces))
 
 
 def combinations(texts: list[str], window: int | None) -> list[Combination]:
@@ -64,6 +78,11 @@ def combinations(texts: list[str], window: int | None) -> list[Combination]:
 def merging(policies: Sequence[Combination]) -> list[Combination]:
     """Those that fold evicted values into kept ones: no other prefill can stand for their own."""
     return [one for one in policies if one.config.choice is not None and one.config.choice.merge.name != "none"]
+
+
+def read_alone(policies: Sequence[Combination]) -> list[Combination]:
+    """Those whose rows are not the full cache's, so that each prompt is read once more for them: merging, or in pieces."""
+    return [one for one in policies if one in merging(policies) or one.piece is not None]
 
 
 def budgets(texts: list[str], window: int) -> list[Budget]:
@@ -83,4 +102,5 @@ def make_cell(runner: Runner, combination: Combination, budget: Budget, prompt_t
 
     tokens = budget.tokens(prompt_tokens, runner.cache.window)
     config = combination.config
-    return Cell(make_policy(config, runner.model, tokens), tokens, bits=config.kv_bits, window=config.window)
+    policy = make_policy(config, runner.model, tokens)
+    return Cell(policy, tokens, bits=config.kv_bits, window=config.window, piece=combination.piece)

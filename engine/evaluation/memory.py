@@ -33,7 +33,7 @@ def check_study(
 ) -> str:
     """A line that says what the longest prompt needs: `tokens` read, `after` fed on top of them.
 
-    merging: the cells of policies that merge, which are read on their own, and whose rows are held. replies: they are
+    merging: the cells of policies that merge, or read in pieces: on their own, and their rows are held. replies: they are
     written from caches of their own, which together hold as much as the full one, and come out of it by way of a copy.
     Raises MemoryLimit if it does not fit.
     """
@@ -60,8 +60,8 @@ def check_study(
     logits = 4 * 2 * after * config.vocab_size * FP32
     own = scores + orders + queries + fed + logits + (2 * plan.arena if replies else 0)
     if merging:
-        pairs = [(cell.policy, cell.budget) for cell in merging if cell.budget is not None and cell.budget < tokens]
-        own += bytes_of_own(engine.runner, pairs, tokens)
+        cells = [cell for cell in merging if cell.budget is not None and cell.budget < tokens]
+        own += bytes_of_own(engine.runner, [(one.policy, one.budget or 0, one.piece) for one in cells], tokens)
     # the weights are there already; the rest has to find room
     check_memory(replace(plan, weights=0, chunk=plan.chunk + own), available_memory(str(engine.device)))
     return (

@@ -1,4 +1,4 @@
-"""A prefill of a policy's own, where the policy changes what it keeps: no other prefill's rows stand for those."""
+"""A prefill of a policy's own, where it changes what it keeps, or reads in pieces: no other one's rows stand for its."""
 
 from __future__ import annotations
 
@@ -12,21 +12,35 @@ from ...cache.layout import ArenaSize, arena_bytes, arena_size
 from ...cache.policies.base import Policy
 from ...cache.saved_rows import SavedRows
 from .. import prefill
+from ..pieces import ListedPieces
 from ..prefill import OnChunk
 from ..runner import Runner
 from ..sequence import QueryRing
 from ..sequence import Sequence as TextSequence
 
 
-def size_of_own(runner: Runner, policy: Policy, budget: int, tokens: int) -> ArenaSize:
-    """The arena of such a prefill."""
-    return arena_size(runner.layout, budget=budget, tokens=tokens, new_tokens=0, late=policy.late)
-
-
-def bytes_of_own(runner: Runner, policies: Sequence[tuple[Policy, int]], tokens: int) -> int:
-    """What the rows of all of these policies take, with their budgets, and the largest arena that one is read in."""
+def size_of_own(runner: Runner, policy: Policy, budget: int, piece: int | None, tokens: int) -> ArenaSize:
+    """The arena of such a prefill; in pieces, whatever length a row may get."""
+    if piece is None or piece >= tokens:
+        return arena_size(runner.layout, budget=budget, tokens=tokens, new_tokens=0, late=policy.late)
     rows = runner.layout.num_layers * runner.layout.num_kv_heads
-    kept = [min(budget, tokens) * rows * runner.layout.kept_slot_bytes for _, budget in policies]
+    longest = min(tokens, budget * runner.layout.num_layers)
+    return arena_size(
+        runner.layout,
+        budget=budget,
+        tokens=piece,
+        new_tokens=0,
+        held=rows * budget,
+        held_longest=longest,
+        late=policy.late,
+    )
+
+
+def bytes_of_own(runner: Runner, policies: Sequence[tuple[Policy, int, int | None]], tokens: int) -> int:
+    """What the rows of all of these policies take, with their budgets and pieces, and the largest arena that one is
+    read in."""
+    rows = runner.layout.num_layers * runner.layout.num_kv_heads
+    kept = [min(budget, tokens) * rows * runner.layout.kept_slot_bytes for _, budget, _ in policies]
     arenas = [arena_bytes(runner.layout, size_of_own(runner, *one, tokens)) for one in policies]
     return sum(kept) + max(arenas, default=0)
 
@@ -38,28 +52,30 @@ def read_on_its_own(
     budget: int,
     *,
     window: int,
+    piece: int | None,
     new_tokens: int,
     on_chunk: OnChunk | None = None,
 ) -> SavedRows:
     """A packed copy of the rows that the policy leaves of a prompt, read in an arena of its own."""
     config, decoder = runner.decoder.config, runner.decoder
-    arena = Arena(runner.layout, size_of_own(runner, policy, budget, len(ids)), decoder.device)
+    arena = Arena(runner.layout, size_of_own(runner, policy, budget, piece, len(ids)), decoder.device)
     ring = QueryRing(
         config.num_layers, window, config.num_heads, config.head_dim, decoder.compute_dtype, decoder.device
     )
     sequence = TextSequence(budget=budget, ring=ring, rotary=runner.rotary(len(ids) + new_tokens))
-    prefill.read(
-        decoder,
-        arena,
-        sequence,
-        torch.tensor(ids, device=decoder.device),
-        policy=policy,
-        window=window,
-        chunk=runner.chunk,
-        separators=runner.separators if "separators" in policy.needs else None,
-        attention=runner.attention,
-        window_pass=runner.window_pass,
-        on_chunk=on_chunk,
-    )
+    for part in ListedPieces(ids, piece or len(ids)):
+        prefill.read(
+            decoder,
+            arena,
+            sequence,
+            torch.tensor(part, device=decoder.device),
+            policy=policy,
+            window=window,
+            chunk=runner.chunk,
+            separators=runner.separators if "separators" in policy.needs else None,
+            attention=runner.attention,
+            window_pass=runner.window_pass,
+            on_chunk=on_chunk if len(part) == len(ids) else None,
+        )
     arena.finish(np.zeros_like(arena.length))
     return arena.save()

@@ -21,6 +21,7 @@ from ...cache.policies.composed import ComposedPolicy
 from ...cache.quantise import pack_keys, pack_values, whole_groups, widen_keys, widen_values
 from ...cache.saved_rows import SavedRows
 from ...cache.view import LayerView
+from ...errors import OptionError
 from .. import prefill
 from ..keeping import Chosen, chosen_from, deal
 from ..prefill import OnChunk
@@ -105,13 +106,15 @@ class Kept:
 class Cell:
     """One policy with one budget in tokens per layer and KV head; None keeps everything.
 
-    bits: as in `Kept`. window: the policy's own, at most the runner's; None for the runner's.
+    bits: as in `Kept`. window: the policy's own, at most the runner's; None for the runner's. piece: tokens of the
+    pieces that the prompt is read in, None for one.
     """
 
     policy: Policy
     budget: int | None
     bits: int | None = None
     window: int | None = None
+    piece: int | None = None
 
 
 @dataclass
@@ -272,12 +275,15 @@ def read(
     on_chunk: OnChunk | None = None,
     rows: bool = True,
 ) -> Reading:
-    """Read a prompt once for all cells, and once more for each whose policy merges.
+    """Read a prompt once for all cells, and once more for each whose policy merges or reads in pieces.
 
     The runner's own policy must be the full cache. rows: without them merging policies are asked for the tokens that
-    they keep alone, which are those without a merge. Raises PromptError if the prompt and `new_tokens` do not fit the
+    they keep alone, which are those without a merge, and pieces are refused (OptionError).
+    Raises PromptError if the prompt and `new_tokens` do not fit the
     context, before anything is read.
     """
+    if not rows and any(cell.piece is not None for cell in cells):
+        raise OptionError("what pieces keep is not a choice from the whole prompt: leave pieces out here")
     sequence, config, window = TextSequence(), runner.decoder.config, runner.cache.window
     room = runner.prepare(sequence, len(ids), new_tokens)
     assert sequence.budget is None, "the runner evicts by a policy of its own"
@@ -301,15 +307,20 @@ def read(
     merging = [
         (cell, kept)
         for cell, kept in zip(cells, study.kept, strict=True)
-        if rows and kept is not None and cell.policy.merger is not None
+        if rows and kept is not None and (cell.policy.merger is not None or cell.piece is not None)
     ]
     told = [_part(on_chunk, number, len(merging) + 1, config.num_layers) for number in range(len(merging) + 1)]
     for (cell, kept), tell in zip(merging, told, strict=False):
         assert cell.budget is not None
         own = window if cell.window is None else cell.window
-        kept.rows = read_on_its_own(runner, ids, cell.policy, cell.budget, window=own, new_tokens=room, on_chunk=tell)
+        kept.rows = read_on_its_own(
+            runner, ids, cell.policy, cell.budget, window=own, piece=cell.piece, new_tokens=room, on_chunk=tell
+        )
     steps = runner.reading(runner.tenancy.arena, sequence, ids, room, observer=study)
     logits = prefill.read_through(steps, told[-1])
+    for cell, kept in merging:
+        if cell.piece is not None and kept.rows is not None:  # the study saw what a whole prefill would keep
+            kept.lengths = kept.rows.length.tolist()
     sequence.ring = None  # nobody votes on the full cache again
     return Reading(sequence, len(ids), logits, study.kept, room)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from cake_infer.cache.budget import Budget
-from cake_infer.engine.evaluation.combination import Combination, budgets, combinations, merging
+from cake_infer.engine.evaluation.combination import Combination, budgets, combinations, merging, read_alone
 from cake_infer.errors import BudgetError, OptionError
 
 
@@ -54,3 +54,14 @@ def test_each_once():
     with pytest.raises(BudgetError, match="minimum is 32"):
         budgets(["64", "16"], 32)
     assert budgets(["64", "5%"], 32) == [Budget(count=64), Budget(percent=5.0)]
+
+
+def test_pieces_are_part_of_a_policy_and_read_alone():
+    plain, pieces, merging = combinations(["cake", "cake, pieces=2048", "cake,merge=d2o"], 32)
+    assert [plain.piece, pieces.piece, merging.piece] == [None, 2048, None]
+    assert pieces.text == "cake,pieces=2048"
+    assert pieces.config == plain.config
+    assert read_alone([plain, pieces, merging]) == [pieces, merging]
+    for wrong in ("cake,pieces=0", "cake,pieces=many", "full,pieces=64", "cake,kv_bits=4,pieces=64"):
+        with pytest.raises(OptionError, match="pieces"):
+            Combination.parse(wrong, 32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cake_infer.cache.config import CacheConfig
@@ -10,7 +12,11 @@ from cake_infer.engine.evaluation.fidelity import Example, fidelity
 from cake_infer.engine.evaluation.own_prefill import bytes_of_own, size_of_own
 from cake_infer.engine.evaluation.replies import greedy_replies
 from cake_infer.engine.evaluation.study import Cell, read
+from cake_infer.engine.pieces import ListedPieces
+from cake_infer.engine.piecewise import read_pieces
 from cake_infer.engine.sequence import Sequence
+from cake_infer.engine.timing import Timing
+from cake_infer.errors import OptionError
 
 WINDOW, BUDGET, PROMPT = 8, 24, 100
 MERGING = [
@@ -135,5 +141,38 @@ def test_what_it_takes_is_counted(folder, make_runner):
     slot, rows = runner.layout.kept_slot_bytes, 4 * 2
     assert bytes_of_own(runner, [], PROMPT) == 0
     arena = 2 * PROMPT * slot + rows * BUDGET * slot
-    assert bytes_of_own(runner, [(policy, BUDGET), (policy, 16)], PROMPT) == rows * (BUDGET + 16) * slot + arena
-    assert size_of_own(runner, late, BUDGET, PROMPT).kept == rows * PROMPT
+    assert (
+        bytes_of_own(runner, [(policy, BUDGET, None), (policy, 16, None)], PROMPT)
+        == rows * (BUDGET + 16) * slot + arena
+    )
+    assert size_of_own(runner, late, BUDGET, None, PROMPT).kept == rows * PROMPT
+
+
+@pytest.mark.parametrize("options", [{"policy": "cake"}, {"policy": "cake", "merge": "d2o"}, {"policy": "ada-kv"}])
+def test_pieces_are_compared_by_the_rows_of_a_run_in_pieces(folder, make_runner, random_ids, options):
+    ids, tokens = random_ids(PROMPT), 6
+    runner = make_runner(folder, policy="full", window=WINDOW, step="eager")
+    pieces, whole = (replace(cell(runner, options), piece=piece) for piece in (30, None))
+    reading = read(runner, ids, [pieces, whole], new_tokens=tokens)
+    real, sequence = make_runner(folder, window=WINDOW, step="eager", budget=BUDGET, **options), Sequence()
+    read_pieces(real, sequence, ListedPieces(ids, 30), tokens, timing=Timing())
+    kept, other = reading.kept
+    assert kept.lengths == real.tenancy.arena.length.tolist()
+    assert kept.slots == other.slots
+    for layer in range(4):
+        for head in range(2):
+            for one, row in zip(kept.own_row(layer, head), real.tenancy.arena.row(layer, head), strict=True):
+                assert torch.equal(one, row)
+    found = fidelity(runner, Example(tuple(ids)), [pieces, whole], tokens=tokens)
+    assert found[0].kl != found[1].kl
+    again = read(runner, ids, [replace(pieces, piece=PROMPT)], new_tokens=tokens).kept[0]
+    if "merge" not in options:
+        for layer in range(4):
+            for head in range(2):
+                assert set(again.own_row(layer, head)[2].tolist()) == set(other.columns(layer, head).tolist())
+
+
+def test_where_only_the_kept_tokens_are_asked_for_pieces_are_refused(folder, make_runner, random_ids):
+    runner = make_runner(folder, policy="full", window=WINDOW)
+    with pytest.raises(OptionError, match="leave pieces out"):
+        read(runner, random_ids(PROMPT), [replace(cell(runner, {"policy": "cake"}), piece=9)], new_tokens=2, rows=False)
