@@ -33,8 +33,9 @@ def check_study(
 ) -> str:
     """A line that says what the longest prompt needs: `tokens` read, `after` fed on top of them.
 
-    merging: the cells of policies that merge, or read in pieces: on their own, and their rows are held. replies: they are
-    written from caches of their own, which together hold as much as the full one, and come out of it by way of a copy.
+    merging: the cells of policies that merge or read in pieces: on their own, and their rows are held. replies: they
+    are written from caches of their own, which together hold as much as the full one, and come out of it by way of a
+    copy.
     Raises MemoryLimit if it does not fit.
     """
     config, chunk = engine.config, engine.chunk

@@ -1,4 +1,4 @@
-"""A prefill of a policy's own, where it changes what it keeps, or reads in pieces: no other one's rows stand for its."""
+"""A prefill of a policy's own, where it changes what it keeps or reads in pieces: no other's rows stand for those."""
 
 from __future__ import annotations
 
