@@ -36,6 +36,11 @@ class RecascadingStep:
         limit."""
         self._step, self._decoder, self._policy, self._every, self._spare = step, decoder, policy, every, spare
 
+    @property
+    def at_hand(self) -> bool:
+        """As the other step's."""
+        return self._step.at_hand
+
     def __call__(self, arena: Arena, sequence: Sequence, token: int, *, window: int) -> Tensor:
         """See `Step`."""
         if self._due(arena, sequence):

@@ -167,6 +167,7 @@ MODEL_FLAGS: dict[str, Observation] = {
     "--merge": (["--merge", "d2o"], cached("merge"), "d2o"),
     "--hold-by": (["--decode-policy", "hold", "--hold-by", "h2o,interval=4"], cached("hold_by"), "h2o,interval=4"),
     "--schedule": (["--schedule", "late"], cached("schedule"), "late"),
+    "--recascade": (["--decode-policy", "hold", "--recascade", "5"], cached("recascade"), 5),
     "--policy-option": (
         ["--policy", "auto", "--policy-option", "mass=0.8", "--policy-option", "pool=3"],
         cached("policy_options"),
@@ -233,7 +234,9 @@ FLAGS: dict[str | None, dict[str, Observation]] = {
         "--system": (["--system", "be"], lambda seen: seen.call("chat"), "be"),
         "--stream-prefill": (["--stream-prefill"], lambda seen: seen.call("chat in pieces"), 2048),
     },
-    "compress": {name: seen for name, seen in MODEL_FLAGS.items() if name not in ("--decode-policy", "--hold-by")}
+    "compress": {
+        name: seen for name, seen in MODEL_FLAGS.items() if name not in ("--decode-policy", "--recascade", "--hold-by")
+    }
     | OUTPUT_FLAGS
     | {
         "--prompt-file": (
@@ -376,6 +379,9 @@ def test_a_new_field_of_a_config_cannot_be_forgotten_on_the_command_line() -> No
         ["--prompt", "x", "--policy", "full", "--heads", "equal"],
         ["--prompt", "x", "--policy", "full", "--hold-by", "h2o"],
         ["--prompt", "x", "--policy", "full", "--schedule", "late"],
+        ["--prompt", "x", "--policy", "full", "--decode-policy", "hold", "--recascade", "9"],
+        ["--prompt", "x", "--cache", "a.cake", "--decode-policy", "hold", "--recascade", "9"],
+        ["--prompt", "x", "--recascade", "9"],
         ["--prompt", "x", "--hold-by", "h2o"],
         ["--prompt", "x", "--policy", "full", "--policy-option", "gamma=200"],
         ["--prompt", "x", "--policy", "snapkv", "--gamma", "200"],

@@ -81,7 +81,7 @@ def merging(policies: Sequence[Combination]) -> list[Combination]:
 
 
 def read_alone(policies: Sequence[Combination]) -> list[Combination]:
-    """Those whose rows are not the full cache's, so that each prompt is read once more for them: merging, or in pieces."""
+    """Those whose rows are not the full cache's, so that each prompt is read once more: merging, or in pieces."""
     return [one for one in policies if one in merging(policies) or one.piece is not None]
 
 
