@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..cache.budget import Budget
 from ..cache.config import CacheConfig
@@ -138,7 +138,8 @@ def document_cache(cache: CacheConfig, policy: str | None) -> CacheConfig:
         return cache
     if cache.policy == "full" or policy == "full":
         raise OptionError(f"the policy {policy} needs an engine of its own: load the model with it")
-    chosen = replace(cache, **{name: getattr(default, name) for name in CHOSEN} | {"policy": policy})
+    named: dict[str, Any] = {name: getattr(default, name) for name in CHOSEN} | {"policy": policy}
+    chosen = replace(cache, **named)
     if chosen.late and not cache.late:  # the engine's arena has no room for all layers at once
         raise OptionError(f"the policy {policy} evicts when all layers are read: load the model with it")
     return chosen
