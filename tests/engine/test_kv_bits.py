@@ -105,7 +105,7 @@ def folder(request, tmp_path, write_checkpoint):
     ],
 )
 def test_a_step_attends_over_the_packed_rows_as_their_bytes_say(folder, dense, make_runner, random_ids, bits, options):
-    runner = make_runner(folder, kv_bits=bits, window=WINDOW, chunk=16, **options)
+    runner = make_runner(folder, kv_bits=bits, window=WINDOW, chunk=16, step="eager", **options)
     sequence, prompt, new = Sequence(), random_ids(120), random_ids(45, seed=1)
     feed(runner, sequence, prompt, len(new) + 1)
     arena, model = runner.tenancy.arena, dense(folder)
@@ -157,7 +157,7 @@ def test_what_was_kept_is_packed_from_what_was_computed(folder, make_runner, ran
 
 
 def test_8_bits_are_close_to_all_of_them_and_fewer_less_so(tmp_path, write_checkpoint, make_runner, random_ids):
-    folder, prompt, new = write_checkpoint(tmp_path / "model"), random_ids(120), random_ids(20, seed=1)
+    folder, prompt, new = write_checkpoint(tmp_path / "model"), random_ids(120), random_ids(8, seed=1)
 
     def logits(**options):
         runner = make_runner(folder, budget=60, window=WINDOW, step="eager", **options)
@@ -178,7 +178,7 @@ def test_turns_stay_within_the_budget_and_the_bytes_that_were_promised(
     folder = write_checkpoint(tmp_path / "model", max_position_embeddings=2048)
     runner = make_runner(folder, budget=64, window=WINDOW, kv_bits=4)
     sequence = Sequence()
-    for turn, tokens in enumerate((150, 3, 40, 1, 90)):
+    for turn, tokens in enumerate((150, 3, 90)):
         feed(runner, sequence, random_ids(tokens, seed=turn), 50)
         arena = runner.tenancy.arena
         assert arena.kept_slots <= 64 * arena.held.size
