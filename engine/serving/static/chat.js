@@ -138,7 +138,7 @@ async function send(text) {
     const response = await call('/v1/chat/completions', { method: 'POST', body: JSON.stringify(request), signal: running.signal });
     for await (const event of events(response)) {
       if (event.error) throw new Error(event.error.message);
-      if (event.cake) stats = event.cake.stats;
+      if (event.cake) stats = event.cake.stats[0]; // one for each choice, and there is one
       const choice = event.choices && event.choices[0];
       if (!choice) continue;
       reason = choice.finish_reason || reason;
@@ -159,13 +159,13 @@ async function send(text) {
   }
   if (fresh) show();
   turns.push(turn);
-  element.classList.remove('writing');
+  running = null;
+  buttons();
   line.replaceChildren(...figures(stats, reason, first));
   answer.hidden = !turn.answer;
   if (failure) element.append(failure);
+  element.classList.remove('writing');
   $('log').setAttribute('aria-busy', 'false');
-  running = null;
-  buttons();
   toEnd();
   status();
 }

@@ -80,6 +80,7 @@ class Browser:
                 CHROMIUM,
                 *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
                 *("--disable-extensions", "--disable-background-networking", "--remote-debugging-port=0"),
+                "--window-size=1300,900",  # a narrow one hides the document behind the conversation
                 f"--user-data-dir={folder}",
                 "about:blank",
             ],
@@ -94,7 +95,8 @@ class Browser:
             time.sleep(0.05)
         tabs = json.loads(ask(f"http://127.0.0.1:{port.read_text().split()[0]}", "/json/list")[0])
         address = next(tab["webSocketDebuggerUrl"] for tab in tabs if tab["type"] == "page")
-        self._socket = connect(address, max_size=1 << 26)
+        self._connection = connect(address, max_size=1 << 26)
+        self._socket = self._connection.__enter__()
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
@@ -146,7 +148,7 @@ class Browser:
         self.until("!document.querySelector('.writing')")
 
     def close(self):
-        self._socket.close()
+        self._connection.__exit__(None, None, None)
         self.process.terminate()
         self.process.wait(20)
 
