@@ -153,8 +153,8 @@ function take(cell) {
   state.cell = cell; $('cell').value = cell;
   layers(); choose(state.layer, state.head);
 }
-function reveal(i, behavior = 'smooth') {
-  spans[i].scrollIntoView({ block: 'center', behavior });
+function reveal(i) {
+  spans[i].scrollIntoView({ block: 'center', behavior: 'smooth' });
   spans[i].classList.add('flash');
   setTimeout(() => spans[i].classList.remove('flash'), 1600);
 }
@@ -239,7 +239,7 @@ const number = (name, least, most) => {
 };
 state.layer = number('layer', -1, L); state.head = number('head', -1, K);
 ticks(); take(number('cell', 0, data.cells.length));
-if (asked.has('token')) reveal(number('token', 0, n), 'instant');
+if (asked.has('token')) reveal(number('token', 0, n));
 view();
 """
 
