@@ -144,14 +144,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=80, help="of each reply")
     parser.add_argument("--long", type=int, default=2400, help="words of the long prompt")
     parser.add_argument("--rounds", type=int, default=1, help="requests of each client in the mixed load")
+    parser.add_argument("--only", choices=PARTS, action="append", help="these parts; default all")
     args = parser.parse_args()
-    ceiling = engine_rates(args)
+    parts = args.only or PARTS
+    ceiling = engine_rates(args) if "decode" in parts else {}
     with server(args) as port:
-        run(args, port, ceiling)
+        asyncio.run(together(completion(port, 60, 8, 0)))
+        for part in parts:
+            PARTS[part](args, port, ceiling)
 
 
-def run(args: argparse.Namespace, port: int, ceiling: dict[int, float]) -> None:
-    asyncio.run(together(completion(port, 60, 8, 0)))
+def decoding(args: argparse.Namespace, port: int, ceiling: dict[int, float]) -> None:
     one = asyncio.run(together(completion(port, 60, args.tokens, 0)))
     many = asyncio.run(together(*(completion(port, 60, args.tokens, seed) for seed in range(CLIENTS))))
     report("serve", "decode, 1 client", rate(one), "tok/s", ceiling[1], percentiles=told("1 client", one))
@@ -167,6 +170,8 @@ def run(args: argparse.Namespace, port: int, ceiling: dict[int, float]) -> None:
         engine_ratio=ceiling[CLIENTS] / ceiling[1],
     )
 
+
+def documents(args: argparse.Namespace, port: int, ceiling: dict[int, float]) -> None:
     document = post(port, "/v1/documents", {"text": text(1800, 1), "raw": True})
     cake = {"document": document["id"]}
 
@@ -191,6 +196,8 @@ def run(args: argparse.Namespace, port: int, ceiling: dict[int, float]) -> None:
         percentiles=told("questions", found),
     )
 
+
+def reading(args: argparse.Namespace, port: int, ceiling: dict[int, float]) -> None:
     async def beside() -> tuple[list[tuple[float, list[float]]], list[tuple[float, list[float]]]]:
         running = [asyncio.create_task(completion(port, 60, 3 * args.tokens, seed)) for seed in range(3)]
         await asyncio.sleep(1.0)
@@ -218,6 +225,8 @@ def run(args: argparse.Namespace, port: int, ceiling: dict[int, float]) -> None:
         {"the long one's": long[1][0] - long[0], "the long one alone": alone_long[0][1][0] - alone_long[0][0]},
     )
 
+
+def loading(args: argparse.Namespace, port: int, ceiling: dict[int, float]) -> None:
     async def client(number: int) -> list[tuple[float, list[float]]]:
         chance = random.Random(number)
         return [
@@ -239,6 +248,8 @@ def run(args: argparse.Namespace, port: int, ceiling: dict[int, float]) -> None:
         percentiles=values,
     )
 
+
+PARTS = {"decode": decoding, "document": documents, "prefill": reading, "load": loading}
 
 if __name__ == "__main__":
     main()
