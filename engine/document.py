@@ -14,10 +14,14 @@ from ..cache.policies import DOCUMENT_POLICY, make_policy
 from ..cache.snapshot import Snapshot, read_snapshot, write_snapshot
 from ..errors import OptionError, PromptError, SnapshotError
 from .encoding import check_length, prompt_ids
-from .reply import OnProgress, chunk_reporter, tell_if_raised
+from .piece_memory import piece_budget
+from .pieces import ListedPieces
+from .piecewise import check_pieces, read_pieces
+from .reply import OnProgress, chunk_reporter, tell_if_raised, token_reporter
 from .saving import are_messages, check_model, pack, unpack
 from .sequence import Sequence as TextSequence
 from .text import check_text
+from .timing import Timing
 
 if TYPE_CHECKING:
     from .engine import Engine, Message
@@ -80,11 +84,28 @@ def compress(
     ids: Sequence[int] | None,
     policy: str | None,
     on_progress: OnProgress | None,
+    piece: int | None = None,
 ) -> Document:
-    """See `Engine.compress`."""
+    """See `Engine.compress`. piece: tokens read at a time, None for all."""
     fed, source = document_ids(engine, text, messages, ids)
     runner, sequence = engine.runner, TextSequence()
     cache = document_cache(engine.cache, policy)
+    if piece is not None:
+        pieces = ListedPieces(fed, piece)
+        check_pieces(runner, pieces, ROOM)
+        sequence.budget = piece_budget(
+            engine.config,
+            engine.cache,
+            runner.layout,
+            tokens=len(fed),
+            piece=piece,
+            new_tokens=ROOM,
+            context=engine.context,
+        )
+        if cache != engine.cache:
+            sequence.policy = make_policy(cache, runner.model, sequence.budget or 0)
+        read_pieces(runner, sequence, pieces, ROOM, timing=Timing(), on_tokens=token_reporter(on_progress))
+        return as_document(engine, sequence, source)
     with runner.access.alone():
         runner.prepare(sequence, len(fed), ROOM)
         if cache != engine.cache:

@@ -244,6 +244,7 @@ class Engine:
         messages: list[Message] | None = None,
         ids: Sequence[int] | None = None,
         policy: str | None = None,
+        stream_prefill: bool | int | None = None,
         on_progress: OnProgress | None = None,
     ) -> Document:
         """Read a document once, evicting as it is read; `stream` and `generate` answer behind it with `cache=`.
@@ -251,9 +252,10 @@ class Engine:
         A text is continued by the question as it stands. Of messages the last is the user's and has the document: a
         question joins it after a blank line, and the template does the rest. Ids are continued by ids, or by a text.
         What is kept is chosen without the question: what it would have wanted may be gone. `policy` chooses; without it
-        that is `auto`, which loses least there (docs/methods.md), or what the engine was told to use.
+        that is `auto`, which loses least there (docs/methods.md), or what the engine was told to use. `stream_prefill`
+        reads it in pieces, see `stream`.
         """
-        return compress(self, text, messages, ids, policy, on_progress)
+        return compress(self, text, messages, ids, policy, on_progress, piece_size(stream_prefill))
 
     def load_document(self, path: str | Path) -> Document:
         """A document that `Document.save` has written. Raises SnapshotError for a file that cannot be gone on from."""

@@ -246,6 +246,7 @@ FLAGS: dict[str | None, dict[str, Observation]] = {
         ),
         "--system": (["--system", "be"], lambda seen: seen.call("compress")[0], {"role": "system", "content": "be"}),
         "--raw": (["--raw"], lambda seen: seen.call("compress"), "hello"),
+        "--stream-prefill": (["--stream-prefill", "64"], lambda seen: seen.call("compress in pieces"), 64),
         "--output": (["--output", "b.cake"], lambda seen: seen.call("save"), Path("b.cake")),
     },
 }
@@ -390,6 +391,7 @@ def test_a_new_field_of_a_config_cannot_be_forgotten_on_the_command_line() -> No
         ["--prompt", "x", "--budget", "10%", "--stream-prefill"],
         ["--prompt", "x", "--cache", "a.cake", "--stream-prefill"],
         ["plan", "--batch", "2", "--stream-prefill"],
+        ["compress", "-o", "a.cake", "--policy", "full", "--stream-prefill"],
     ],
 )
 def test_a_flag_that_would_have_no_effect_is_refused(arguments: list[str], run: Callable[..., Run]) -> None:

@@ -10,7 +10,15 @@ from ...cache.policies import DOCUMENT_POLICY
 from ...errors import PromptError
 from .console import Console
 from .interrupt import Interrupt
-from .loading import Load, add_model_arguments, add_output_arguments, open_engine, usage_conflict
+from .loading import (
+    Load,
+    add_model_arguments,
+    add_output_arguments,
+    add_pieces_argument,
+    open_engine,
+    pieces_conflict,
+    usage_conflict,
+)
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -47,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DOCUMENT_POLICY,
         help=f"what decides which tokens are kept, see `policies` (default {DOCUMENT_POLICY})",
     )
+    add_pieces_argument(text, "read the document")
     add_output_arguments(parser.add_argument_group("output"))
 
 
@@ -57,7 +66,7 @@ def conflict(args: argparse.Namespace, given: set[str]) -> str | None:
     if args.prompt_file and args.prompt_file.count("-") > 1:
         return "--prompt-file - can be given once: standard input is read once"
     args.decode_policy, args.hold_by = "grow", None
-    return usage_conflict(args, given)
+    return pieces_conflict(args, length_known=True) or usage_conflict(args, given)
 
 
 def run(args: argparse.Namespace, load: Load | None = None) -> int:
@@ -77,7 +86,7 @@ def run(args: argparse.Namespace, load: Load | None = None) -> int:
         messages = None if args.raw else [*system, {"role": "user", "content": prompt.text}]
 
         def before_weights(engine: Engine) -> None:
-            engine.check_room(len(prompt.ids(engine)))
+            engine.check_room(len(prompt.ids(engine)), stream_prefill=args.stream_prefill)
 
         with open_engine(args, console, load, before_weights) as engine, Interrupt() as interrupt:
             try:
@@ -85,6 +94,7 @@ def run(args: argparse.Namespace, load: Load | None = None) -> int:
                     prompt.text if args.raw else None,
                     messages=messages,
                     policy=args.policy,
+                    stream_prefill=args.stream_prefill,
                     on_progress=interrupt.watch(console.progress),
                 )
             finally:

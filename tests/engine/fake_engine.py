@@ -105,8 +105,17 @@ class FakeEngine:
     def encode(self, text: str, *, cache: Any) -> list[int]:
         return list(text.encode())
 
-    def compress(self, text: str | None, *, messages: Any, on_progress: Any, policy: str = "auto") -> Any:
+    def compress(
+        self,
+        text: str | None,
+        *,
+        messages: Any,
+        on_progress: Any,
+        policy: str = "auto",
+        stream_prefill: int | None = None,
+    ) -> Any:
         self.calls.append(("compress", text or messages))
+        self.calls.append(("compress in pieces", stream_prefill))
         lengths = ((2, 2), (4, 4))
 
         def save(path: Path) -> None:

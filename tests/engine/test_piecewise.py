@@ -7,6 +7,8 @@ import itertools
 import pytest
 import torch
 from cake_infer.cache.layout import arena_bytes
+from cake_infer.cache.policies import make_policy
+from cake_infer.engine.document import document_cache
 from cake_infer.engine.engine import Engine
 from cake_infer.engine.generation import GenerationConfig, resolve_generation
 from cake_infer.engine.pieces import ListedPieces, piece_size
@@ -257,3 +259,31 @@ def test_where_pieces_mean_nothing_they_are_refused(engine):
         engine.generate("What?", cache=document, stream_prefill=True)
     with pytest.raises(OptionError, match="the prompts of a list are read whole"):
         engine.generate(["a", "b"], stream_prefill=True)
+
+
+def test_a_document_that_is_read_in_pieces_answers_behind_what_pieces_keep(engine):
+    text = WORDS * 60
+    whole, one, many = (engine.compress(text, stream_prefill=size) for size in (None, 100000, 200))
+    assert torch.equal(one.snapshot.rows.keys, whole.snapshot.rows.keys)
+    assert one.snapshot.ids == many.snapshot.ids == whole.snapshot.ids
+    runner, sequence = engine.runner, Sequence()
+    sequence.budget, sequence.policy = 64, make_policy(document_cache(engine.cache, None), runner.model, 64)
+    for start in range(0, many.tokens, 200):
+        part = many.snapshot.ids[start : start + 200]
+        runner.feed(sequence, part, runner.prepare(sequence, len(part), 512) and 0)
+    assert torch.equal(many.snapshot.rows.position, runner.tenancy.copy(sequence).parked.position)
+    assert not torch.equal(many.snapshot.rows.position, whole.snapshot.rows.position)
+    answer = engine.generate("What is left?", cache=many, max_new_tokens=4)
+    assert answer.ids == engine.generate("What is left?", cache=many, max_new_tokens=4).ids
+
+
+def test_a_turn_of_a_chat_that_is_longer_than_a_piece_is_read_in_pieces(engine):
+    plain, pieces, large = (engine.chat(stream_prefill=size) for size in (None, 100, 100000))
+    replies = []
+    for chat in (plain, pieces, large):
+        *_, last = chat.send(WORDS * 20, max_new_tokens=5, temperature=0.0)
+        replies.append((chat.messages[-1]["content"], last.stats.pieces))
+        *_, last = chat.send("and all that is left", max_new_tokens=5, temperature=0.0)
+        assert last.stats.pieces == 0
+    assert replies[0] == replies[2]
+    assert replies[1][1] > 3
