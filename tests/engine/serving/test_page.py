@@ -160,8 +160,16 @@ def browser(tmp_path):
     one.close()
 
 
+@pytest.fixture
+def endless(monkeypatch):
+    """Replies that end at their length alone."""
+    from cake_infer import Engine
+
+    monkeypatch.setattr(Engine, "stop_ids", property(lambda engine: frozenset()))
+
+
 @in_browser
-def test_a_chat_streams_stops_and_remembers(serving, slow, browser, alone, wait_for):
+def test_a_chat_streams_stops_and_remembers(serving, endless, slow, browser, alone, wait_for):
     started = serving()
     browser.go(started.url)
     assert browser.value("$('send').disabled")
@@ -256,7 +264,7 @@ def test_a_document_is_read_shown_and_asked_about(serving, browser):
 
 
 @in_browser
-def test_errors_are_shown_and_the_message_is_there_again(serving, browser):
+def test_errors_are_shown_and_the_message_is_there_again(serving, endless, browser):
     started = serving(api_key="sesame", max_prompt=400)
     browser.go(started.url)
     browser.send("hello")
@@ -272,7 +280,7 @@ def test_errors_are_shown_and_the_message_is_there_again(serving, browser):
     browser.value("$('fresh').click()")
     long = "word " * 300
     browser.send(long)
-    browser.until("document.querySelector('.turn .failed')")
+    browser.until("document.querySelector('.turn .failed') !== null")
     assert "400" in browser.value("document.querySelector('.turn .failed').textContent")
     assert browser.value("$('message').value") == long.strip()
     browser.value("$('to-settings').click()")
