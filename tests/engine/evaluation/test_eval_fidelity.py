@@ -93,7 +93,10 @@ def test_the_question_after_compression_is_another_measurement(command, tmp_path
 def test_a_policy_that_merges_is_read_on_its_own_and_the_user_is_told(command, tmp_path, capsys):
     assert command("--policy", "cake", "cake,merge=d2o", "--budget", "16", "24") == 0
     err = capsys.readouterr().err
-    assert "cake,merge=d2o: values are merged, so that each prompt is read once more for each budget" in err
+    assert (
+        "cake,merge=d2o: what is kept is not the full cache's, so that each prompt is read once more for each budget"
+        in err
+    )
     kl = {(record["policy"], record["prompt"], record["budget"]): record["kl"] for record in results(tmp_path)}
     pairs = [(value, kl["cake", *key[1:]]) for key, value in kl.items() if key[0] == "cake,merge=d2o"]
     assert len(pairs) == 6

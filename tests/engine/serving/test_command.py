@@ -135,7 +135,13 @@ def long_flags(command):
 def test_every_flag_arrives(told, capsys):
     own = long_flags("serve") - long_flags("chat")  # those of every model are observed in tests/test_cli.py
     assert own == {flag for flag, (_, where, _) in FLAGS.items() if where == "options"}
-    assert long_flags("chat") - long_flags("serve") == {"--system", "--kv-memory", "--seed", "--stop"}
+    assert long_flags("chat") - long_flags("serve") == {
+        "--system",
+        "--kv-memory",
+        "--seed",
+        "--stop",
+        "--stream-prefill",
+    }
     for flag, (value, where, name) in FLAGS.items():
         seen, without = told(flag, *([] if value is None else [value]))[where], told()[where]
         assert getattr(seen, name) != getattr(without, name), flag
