@@ -154,7 +154,8 @@ def document_cache(cache: CacheConfig, policy: str | None) -> CacheConfig:
     default = CacheConfig()
     if policy is None:
         untouched = all(getattr(cache, name) == getattr(default, name) for name in CHOSEN)
-        policy = DOCUMENT_POLICY if untouched else cache.policy
+        # recascade measures CAKE's preferences, which no other policy has
+        policy = DOCUMENT_POLICY if untouched and cache.recascade is None else cache.policy
     if policy == cache.policy:
         return cache
     if cache.policy == "full" or policy == "full":
