@@ -75,6 +75,11 @@ class Plan:
     def total(self) -> int:
         return self.weights + self.arena + self.transient + self.products + self.undo
 
+    @property
+    def reply(self) -> int:
+        """Room for the reply, where it is more than the staging in whose place it comes."""
+        return self.arena - self.kept if self.arena > self.kept + self.staging else 0
+
     def as_dict(self) -> dict[str, int | None]:
         return {**asdict(self), "transient": self.transient, "total": self.total}
 

@@ -33,6 +33,7 @@ ROWS = (
     ("KV arena", "arena"),
     ("  kept rows", "kept"),
     ("  one layer, staged", "staging"),
+    ("  or the reply's room", "reply"),
     ("hidden states", "hidden"),
     ("one layer, widened", "widened"),
     ("one chunk and tables", "chunk"),
@@ -207,7 +208,7 @@ def table(name: str, config: ModelConfig, stored: str, plan: Plan, full: Plan, a
         f"{'':<22}{'this run':>14}{'full cache':>14}",
     ]
     for label, field in ROWS:
-        if field == "undo" and not (plan.undo or full.undo):
+        if field in ("undo", "reply") and not (getattr(plan, field) or getattr(full, field)):
             continue
         lines.append(f"{label:<22}{size_text(getattr(plan, field)):>14}{size_text(getattr(full, field)):>14}")
     lines.append("")

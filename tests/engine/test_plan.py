@@ -500,6 +500,23 @@ def test_plan_shows_a_table_that_compares_with_the_full_cache(
     )
 
 
+@pytest.mark.parametrize("new_tokens", ["8", "400"])
+def test_what_the_arena_has_beside_what_is_kept_is_staging_or_the_replys_room(
+    folder: Path, capsys: pytest.CaptureFixture[str], plan: Callable[..., dict[str, Any]], new_tokens: str
+) -> None:
+    options = ("--prompt-tokens", "400", "--budget", "128", "--max-tokens", new_tokens, "--policy", "cake")
+    figures = plan(*options)
+    assert cli.main(["plan", "--model", str(folder), *options]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if "the reply's room" in line]
+    beside = figures["arena"] - figures["kept"]
+    if new_tokens == "8":
+        assert beside == figures["staging"]
+        assert not rows
+    else:
+        assert beside > figures["staging"]
+        assert size_text(beside) in rows[0]
+
+
 def test_plan_reads_no_weights(
     plan: Callable[..., dict[str, Any]], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
