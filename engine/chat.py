@@ -257,6 +257,12 @@ class Chat:
         Where that fails, or ends before its first token, the old reply stays.
         """
         self._check_idle()
+        if self._undo is None:
+            raise PromptError(
+                "only a reply written just now can be written again"
+                if self.messages
+                else "there is no reply to write again"
+            )
         moment = self._moment()
         text = self._take_back()
         try:

@@ -52,6 +52,7 @@ NOMINAL_TURN = 2048
 # share of the context from which on every turn says how much is left
 NEARLY_FULL = 0.8
 
+ENDS = ("exit", "quit")
 TAKE_ARGUMENTS = ("save", "load", "read", "system", "budget")
 
 # what can be done where the context ends
@@ -141,7 +142,7 @@ class Repl:
             except PromptError as error:
                 self._fail(error)
                 continue
-            if message.strip() in ("/exit", "/quit"):
+            if message.strip() in [f"/{name}" for name in ENDS]:
                 break
             try:
                 self._handle(message)
@@ -159,13 +160,14 @@ class Repl:
         if message.startswith("//"):
             self._turn(message[1:])
         elif message.startswith("/"):
-            name, _, argument = message[1:].partition(" ")
-            command = self._commands.get(name.strip())
+            name, argument = (part.strip() for part in message[1:].partition(" ")[::2])
+            alone = name in ENDS or (name in self._commands and name not in TAKE_ARGUMENTS)
+            if argument and alone:
+                raise PromptError(f"/{name} stands alone: {argument!r} has no effect on it")
+            command = self._commands.get(name)
             if command is None:
-                raise PromptError(f"unknown command /{name.strip()}: /help lists them (// begins a message with /)")
-            if argument.strip() and name.strip() not in TAKE_ARGUMENTS:
-                raise PromptError(f"/{name.strip()} stands alone: {argument.strip()!r} has no effect on it")
-            command(argument.strip())
+                raise PromptError(f"unknown command /{name}: /help lists them (// begins a message with /)")
+            command(argument)
         else:
             self._turn(message)
 

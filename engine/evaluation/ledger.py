@@ -29,6 +29,9 @@ class Ledger:
         self.path, self._key = path, tuple(key)
         self._records: dict[str, Record] = {}
         try:
+            for folder in path.parents:
+                if folder.exists() and not folder.is_dir():
+                    raise CakeError(f"cannot put results in {path.parent}: {folder} is a file, not a folder")
             path.parent.mkdir(parents=True, exist_ok=True)
             data = path.read_bytes() if path.exists() else b""
         except OSError as error:

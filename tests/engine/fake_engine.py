@@ -207,6 +207,8 @@ class FakeChat:
         return text
 
     def regenerate(self, *, config: Any, on_progress: Any) -> Iterator[Piece]:
+        if self.before is None:
+            raise PromptError("there is no reply to write again")
         now, before = (self.messages, self.tokens_used), self.before
         pieces = self._turn(self.undo(), config, on_progress)
         try:

@@ -651,6 +651,8 @@ def test_undo_of_the_first_turn_leaves_an_empty_conversation(model_folder):
 
 def test_regenerate_writes_another_reply_to_the_same_message(model_folder, force, random_ids):
     chat = load(model_folder(), budget=24).chat()
+    with pytest.raises(PromptError, match="there is no reply to write again"):
+        chat.regenerate()
     force([*random_ids(5), *random_ids(5, seed=1), *random_ids(5, seed=2), *random_ids(5, seed=3)])
     say(chat, "the " * 40, max_new_tokens=5)
     say(chat, "and?", max_new_tokens=5)
@@ -666,6 +668,8 @@ def test_regenerate_writes_another_reply_to_the_same_message(model_folder, force
     assert [*chat._sequence.ids, *chat._pending][-5:] == random_ids(5, seed=3)
     assert chat.undo() == "and?"
     assert len(chat.messages) == 2
+    with pytest.raises(PromptError, match="only a reply written just now"):
+        chat.regenerate()
 
 
 @pytest.mark.parametrize("how", ["refused", "broken off", "closed early", "never read"])

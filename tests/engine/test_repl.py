@@ -397,9 +397,10 @@ def test_a_pipe_with_quiet_has_an_empty_stderr() -> None:
 
 
 def test_a_command_that_stands_alone_takes_no_argument_in_silence() -> None:
-    seen = piped("one\n/undo 3\n/regen shorter\n/clear all\n/stats now\n/help me\ntwo\n", FAKE_TOKENS="yes")
+    seen = piped("one\n/undo 3\n/regen shorter\n/clear all\n/stats now\n/help me\n/exit now\ntwo\n", FAKE_TOKENS="yes")
     assert seen.stdout == b"[0] yes\n[2] yes\n"
-    assert seen.stderr.count(b"stands alone") == 5
+    assert seen.stderr.count(b"stands alone") == 6
+    assert b"unknown command" not in seen.stderr
     assert b"'shorter' has no effect" in seen.stderr
 
 

@@ -57,5 +57,9 @@ def test_a_number_that_json_does_not_have_is_never_written(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").write_text("x")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(CakeError, match=r"file is a file, not a folder$"):
+            Ledger(folder / "results.jsonl", KEY)
+    (tmp_path / "results.jsonl").mkdir()
     with pytest.raises(CakeError, match="cannot read the results"):
-        Ledger(tmp_path / "file" / "results.jsonl", KEY)
+        Ledger(tmp_path / "results.jsonl", KEY)
