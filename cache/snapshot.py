@@ -58,10 +58,12 @@ class Snapshot:
     about: dict[str, Any]
 
 
-def check_target(path: str | Path) -> Path:
+def check_target(
+    path: str | Path, may_be_replaced: Callable[[Path], bool] | None = None, what: str = "saved cache"
+) -> Path:
     """The path, links followed, if a file can be put there: in place of nothing or of a saved cache, no other file.
 
-    Raises SnapshotError.
+    `may_be_replaced` and `what`: another kind of file, and its name. Raises SnapshotError.
     """
     target = Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
     if not target.name or target.is_dir():
@@ -72,8 +74,8 @@ def check_target(path: str | Path) -> Path:
         raise SnapshotError(f"cannot write {target}: there is no folder {target.parent}")
     if not os.access(target.parent, os.W_OK):
         raise SnapshotError(f"cannot write {target}: the folder {target.parent} is not open for writing")
-    if target.exists() and not _may_be_replaced(target):
-        raise SnapshotError(f"cannot write {target}: what is there is no saved cache; give another name, or remove it")
+    if target.exists() and not (may_be_replaced or _may_be_replaced)(target):
+        raise SnapshotError(f"cannot write {target}: what is there is no {what}; give another name, or remove it")
     return target
 
 

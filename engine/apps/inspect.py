@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import os
 from typing import TYPE_CHECKING
 
 from ...errors import CakeError
@@ -51,16 +51,21 @@ def run(args: argparse.Namespace, load: Load | None = None) -> int:
     args.prompt_tokens = None
     comparison = Comparison.of(args)
     args.window = comparison.window
+    from ...cache.snapshot import check_target
+    from ..evaluation.inspection_page import is_inspection_page
+
     with Console(quiet=args.quiet, verbose=args.verbose) as console:
+        out = check_target(comparison.out, is_inspection_page, "page that inspect wrote")
+        if any(os.path.exists(name) and out.exists() and out.samefile(name) for name in args.prompt_file or ()):
+            raise CakeError(f"cannot write {out}: it is read with --prompt-file; give another name")
         prompt = read_prompt(args, console) or Prompt()
         with open_engine(args, console, load) as engine:
             page = render(engine, prompt.ids(engine), comparison, console)
         try:
-            comparison.out.parent.mkdir(parents=True, exist_ok=True)
-            Path(comparison.out).write_text(page, encoding="utf-8")
+            out.write_text(page, encoding="utf-8")
         except OSError as error:
-            raise CakeError(f"cannot write {comparison.out}: {error.strerror or error}") from error
-        console.notice(f"wrote {comparison.out}: open it in a browser")
+            raise CakeError(f"cannot write {out}: {error.strerror or error}") from error
+        console.notice(f"wrote {out}: open it in a browser")
     return 0
 
 
@@ -68,7 +73,7 @@ def render(engine: Engine, ids: list[int], comparison: Comparison, console: Cons
     """The page as text."""
     from ..evaluation.combination import make_cell
     from ..evaluation.inspection import shown_cell, token_texts
-    from ..evaluation.inspection_page import inspection_page
+    from ..evaluation.inspection_page import TITLE, inspection_page
     from ..evaluation.memory import check_study
     from ..evaluation.study import read
 
@@ -93,4 +98,4 @@ def render(engine: Engine, ids: list[int], comparison: Comparison, console: Cons
             for (policy, budget), kept in zip(pairs, reading.kept, strict=True)
         ],
     }
-    return inspection_page(f"What {comparison.model.split(' (')[0]} keeps", data)
+    return inspection_page(f"{TITLE}{comparison.model.split(' (')[0]} keeps", data)

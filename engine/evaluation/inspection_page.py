@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import html
 import json
+from pathlib import Path
 from typing import Any
 
 from .inspection_style import STYLE
 from .report import document
+
+# every page's title begins so: what `inspect` may write over is known by it
+TITLE = "What "
 
 SCRIPT = r"""
 const data = JSON.parse(document.getElementById('data').textContent);
@@ -264,6 +268,17 @@ BODY = """
 </main>
 <div id="tip" role="status"></div>
 """
+
+
+def is_inspection_page(path: Path) -> bool:
+    """Whether a file is empty, or a page of this kind by its first characters."""
+    begin = document(TITLE, "", "").partition(TITLE)[0] + TITLE
+    try:
+        with path.open("rb") as file:
+            data = file.read(len(begin))
+    except OSError:
+        return False
+    return not data or data == begin.encode()
 
 
 def inspection_page(title: str, data: dict[str, Any]) -> str:

@@ -11,6 +11,8 @@ import pytest
 from cake_infer import Engine, cli
 from cake_infer.engine.apps import eval_speed
 from cake_infer.engine.evaluation import replies, study
+from cake_infer.engine.evaluation.inspection_page import is_inspection_page
+from cake_infer.engine.evaluation.report import document
 
 TEXT = "It was a fox that came to the sea. An owl flew over the hill. " * 6
 
@@ -219,9 +221,10 @@ def test_a_run_that_fails_says_why(tmp_path):
 
 def test_the_page_says_of_every_token_which_rows_kept_it(go, tmp_path, capsys):
     (tmp_path / "doc.txt").write_text(TEXT)
-    page = tmp_path / "new" / "page.html"
+    page = tmp_path / "page.html"
     words = ("--prompt-file", str(tmp_path / "doc.txt"), "--prompt", "Who </script> came?", "--out", str(page))
     assert go("inspect", *words, "--policy", "cake", "cake,heads=adaptive", "full", "--budget", "24") == 0
+    assert is_inspection_page(page), "so that the next one may take its place"
     text = page.read_text(encoding="utf-8")
     assert not re.search(r"(src|href)=|https?://|@import|url\(", text), "the page asks for something"
     data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
@@ -256,3 +259,23 @@ def test_bits_are_not_accepted_where_they_would_not_be_applied(tmp_path, capsys)
     ):
         assert cli.main([*words, "--policy", "d2o,kv_bits=4", "--out", str(tmp_path / "out")]) == 2
         assert reason in capsys.readouterr().err
+
+
+def test_a_page_takes_the_place_of_no_other_file(tmp_path, capsys):
+    own, notes, report = tmp_path / "own.html", tmp_path / "notes.md", tmp_path / "report.html"
+    own.write_text(document("What a model keeps", "", ""))
+    notes.write_text("mine")
+    report.write_text(document("The results", "", ""))
+    for words, reason in (
+        ([str(own), "--out", str(own)], "it is read with --prompt-file"),
+        ([str(own), "--out", str(notes)], "what is there is no page that inspect wrote"),
+        ([str(notes), "--out", str(notes)], "what is there is no page that inspect wrote"),
+        ([str(notes), "--out", str(report)], "what is there is no page that inspect wrote"),
+        ([str(notes), "--out", str(tmp_path / "new" / "page.html")], "there is no folder"),
+    ):
+        assert cli.main(["inspect", "--prompt-file", *words]) == 1
+        error = capsys.readouterr().err
+        assert reason in error
+        assert error.count("\n") == 1
+    assert notes.read_text() == "mine"
+    assert not (tmp_path / "new").exists()
