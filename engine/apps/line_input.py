@@ -55,12 +55,17 @@ def read_message(lines: LineInput) -> str:
 
 
 def _read_block(lines: LineInput, first: str) -> str:
-    """The lines up to the closing quotes or the end of the input; what the quotes' own lines leave empty is no line."""
+    """The lines up to the closing quotes or, from a pipe, the end of the input.
+
+    What the quotes' own lines leave empty is no line. Raises PromptError where a terminal's text is not closed.
+    """
     parts = [first]
     while not parts[-1].rstrip().endswith(BLOCK):
         try:
             parts.append(lines.read(CONTINUATION))
         except EOFError:
+            if lines.interactive:
+                raise PromptError(f"the text had no closing {BLOCK}: it is dropped") from None
             break
     else:
         parts[-1] = parts[-1].rstrip().removesuffix(BLOCK)

@@ -25,6 +25,7 @@ from cake_infer.engine.apps.repl import Repl
 from cake_infer.engine.engine import Engine
 from cake_infer.engine.generation import GenerationConfig
 from cake_infer.engine.results import Piece
+from cake_infer.errors import PromptError
 
 FAKE = Path(__file__).parent / "fake_engine.py"
 CTRL_C, CTRL_D = b"\x03", b"\x04"
@@ -717,12 +718,20 @@ def test_at_the_end_of_the_context_undo_makes_room_and_a_saved_conversation_can_
         (['"""a', "b", 'c"""'], "a\nb\nc"),
         (['"""', "a\\", "", '"""'], "a\\\n"),
         (['"""one line"""'], "one line"),
-        (['"""', "a", None], "a"),
         (['say """'], 'say """'),
     ],
 )
 def test_lines_make_one_message(lines: list[str | None], message: str) -> None:
     assert read_message(Lines(*lines)) == message
+
+
+def test_a_text_that_ends_without_its_quotes_is_sent_from_a_pipe_and_dropped_at_a_terminal() -> None:
+    lines = Lines('"""', "a", None)
+    with pytest.raises(PromptError, match="it is dropped"):
+        read_message(lines)
+    lines = Lines('"""', "a", None)
+    lines.interactive = False
+    assert read_message(lines) == "a"
 
 
 def test_the_end_of_the_input_between_messages_is_passed_on() -> None:
