@@ -90,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
     """Prints the plan beside that of a cache that keeps everything, and what this machine has free."""
     cache, options = from_args(CacheConfig, args), from_args(EngineOptions, args)
     new_tokens = from_args(GenerationConfig, args).max_new_tokens
+    from ...cache.policies import make_policy
+    from ...cache.policies.base import PolicyModel
     from ...models.config import ModelConfig, read_config, with_rope_scaling
     from ...models.embedded import SHAPE
     from ..available import available_memory
@@ -121,6 +123,8 @@ def run(args: argparse.Namespace) -> int:
         )
 
     plan, full = plan_with(cache), plan_with(everything(cache))
+    model = PolicyModel(config.model_type, config.num_layers, config.hidden_size, config.vocab_size)
+    make_policy(cache, model, plan.budget or 0)  # an option that is missing is refused as in the run itself
     if args.stream_prefill is not None:
         plan = plan_pieces(
             config,

@@ -682,3 +682,12 @@ def test_a_prompt_beyond_the_context_is_refused_before_a_weight_is_read(
     monkeypatch.setattr("cake_infer.engine.loading.load_decoder", lambda *a, **k: pytest.fail("weights were read"))
     assert cli.main(["--prompt-tokens", "2048", "--model", str(folder)]) == 1
     assert capsys.readouterr().err.count("2,048") == 2
+
+
+def test_an_option_that_the_run_would_miss_is_missed_by_the_plan(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", "--policy", "gate", "--budget", "512", "--model", str(folder)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: the policy gate needs the option file")
