@@ -94,6 +94,8 @@ def main(argv: Sequence[str] | None = None, load: Callable[..., Any] | None = No
     command = command_of(words)
     del words[: len(command.split()) if command else 0]
     try:
+        if command is None and words and (group := [name for name in COMMANDS if name.startswith(f"{words[0]} ")]):
+            return _show_group(words, group)
         module, parser = app(command), build_parser(command)
         if command is None and words and not words[0].startswith("-"):
             parser.error(f"no such command: {words[0]!r} (there are {', '.join(COMMANDS)}; a text goes to --prompt)")
@@ -118,6 +120,16 @@ def main(argv: Sequence[str] | None = None, load: Callable[..., Any] | None = No
         return BROKEN_PIPE
     except SystemExit as error:  # --help and --version
         return int(error.code or 0)
+
+
+def _show_group(words: Sequence[str], group: Sequence[str]) -> int:
+    """The commands that begin with the same word, to somebody who asks for them or gives none of them."""
+    if not {"-h", "--help"}.intersection(words[1:2]):
+        what = f"no such command: {' '.join(words[:2])!r}" if words[1:] else f"{words[0]} alone is no command"
+        raise UsageError(f"{what} (there are {', '.join(group)})")
+    listing = "\n".join(f"  {name:<16} {COMMANDS[name][1]}" for name in group)
+    print(f"usage: cake-infer {words[0]} NAME [flags]\n\ncommands (each has its own --help):\n{listing}", flush=True)
+    return 0
 
 
 def _fail(message: object, code: int) -> int:

@@ -596,6 +596,66 @@ def test_standard_input_that_is_no_document_is_left_alone() -> None:
     assert json.loads(seen.stdout)["prompt_tokens"] == len("<q><")
 
 
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="no such device")
+def test_what_is_neither_a_file_nor_a_pipe_is_no_document(run: Callable[..., Run], tmp_path: Path) -> None:
+    for name, reason in (("/dev/zero", "it is neither a file nor a pipe"), (str(tmp_path), "it is a folder")):
+        seen = run("--prompt-file", name)
+        assert (seen.code, seen.err) == (1, f"error: cannot read {name}: {reason}\n")
+
+
+def test_a_document_has_a_greatest_size(
+    run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cake_infer.engine.apps.prompt.BLOCK", 2)
+    monkeypatch.setattr("cake_infer.engine.apps.prompt.LONGEST", 4)
+    (tmp_path / "four").write_text("four")
+    (tmp_path / "fives").write_text("fives")
+    assert run("--prompt-file", str(tmp_path / "four"), "--raw").prompt.endswith("four")
+    for seen in (run("--prompt-file", str(tmp_path / "fives")), run("--prompt-file", "-", stdin=b"fives")):
+        assert seen.code == 1
+        assert "too many for a text" in seen.err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device")
+@pytest.mark.parametrize("command", [["policies"], ["policies", "--json"], ["models"]])
+def test_a_list_that_cannot_be_written_is_one_line(command: list[str]) -> None:
+    with open("/dev/full", "wb") as full:
+        seen = subprocess.run(
+            [sys.executable, "-m", "cake_infer", *command], stdout=full, stderr=subprocess.PIPE, timeout=60, check=False
+        )
+    assert seen.returncode == 1
+    assert seen.stderr.startswith(b"error: cannot write to standard output: ")
+    assert seen.stderr.count(b"\n") == 1
+
+
+def test_the_first_word_of_some_commands_lists_them(run: Callable[..., Run]) -> None:
+    names = ("eval fidelity", "eval needle", "eval longbench", "eval speed")
+    asked = run("eval", "--help")
+    assert asked.code == 0
+    assert all(f"  {name} " in asked.out for name in names)
+    for words, begin in (([], "eval alone is no command"), (["much"], "no such command: 'eval much'")):
+        seen = run("eval", *words)
+        assert (seen.code, seen.err) == (2, f"error: {begin} (there are {', '.join(names)})\n")
+
+
+@pytest.mark.parametrize("flag", ["--model=", "--revision=", "--random-weights="])
+def test_an_empty_name_is_no_default(flag: str, run: Callable[..., Run]) -> None:
+    seen = run(flag, "--prompt", "hello")
+    assert seen.code == 2
+    assert f"{flag[:-1]}: the value is empty" in seen.err
+
+
+def test_compress_needs_a_file_and_a_document(run: Callable[..., Run], tmp_path: Path) -> None:
+    for name in ("-", ""):
+        seen = run("compress", "-o", name, stdin=b"hello")
+        assert seen.code == 2
+        assert "-o needs a file" in seen.err
+    seen = run("compress", "-o", str(tmp_path / "a.cake"), stdin=b"")
+    assert seen.code == 1
+    assert "there is no document: give --prompt-file FILE or text on standard input" in seen.err
+    assert not list(tmp_path.iterdir())
+
+
 def test_raw_text_gets_no_template_and_keeps_its_inner_newlines(run: Callable[..., Run]) -> None:
     assert run("--raw", stdin=b"a\n\nb\n").prompt == "a\n\nb"
 

@@ -65,6 +65,8 @@ def conflict(args: argparse.Namespace, given: set[str]) -> str | None:
         return "--system has no effect with --raw: write it into the text"
     if args.prompt_file and args.prompt_file.count("-") > 1:
         return "--prompt-file - can be given once: standard input is read once"
+    if args.output in ("", "-"):
+        return "-o needs a file: what is kept is written there"
     args.decode_policy, args.hold_by = "grow", None
     return pieces_conflict(args, length_known=True) or usage_conflict(args, given)
 
@@ -80,7 +82,7 @@ def run(args: argparse.Namespace, load: Load | None = None) -> int:
         target = check_target(args.output)
         args.prompt, args.prompt_tokens = None, None
         prompt = read_prompt(args, console)
-        if prompt is None:
+        if prompt is None or not (prompt.text or args.raw):
             raise PromptError("there is no document: give --prompt-file FILE or text on standard input")
         system = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
         messages = None if args.raw else [*system, {"role": "user", "content": prompt.text}]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from .console import Console
 
@@ -28,6 +27,5 @@ def run(args: argparse.Namespace) -> int:
     with Console(quiet=args.quiet) as console:
         folder = import_gguf(args.file, args.out, dtype=args.dtype, on_progress=console.progress.update)
         console.notice(f"run it with: cake-infer --model {folder}")
-    sys.stdout.write(f"{folder}\n")
-    sys.stdout.flush()
+        console.text(f"{folder}\n")
     return 0

@@ -52,14 +52,25 @@ def add_model_arguments(parser: argparse.ArgumentParser, skip: tuple[str, ...] =
     model.add_argument(
         "--model",
         metavar="NAME",
+        type=_not_empty,
         help=f"a folder, an alias or a hub id (default {DEFAULT_MODEL}); see `models`",
     )
-    model.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub model")
+    model.add_argument("--revision", metavar="REV", type=_not_empty, help="branch, tag or commit of a hub model")
     model.add_argument(
-        "--random-weights", metavar="CONFIG", help="random values in the shapes of this config.json (or its folder)"
+        "--random-weights",
+        metavar="CONFIG",
+        type=_not_empty,
+        help="random values in the shapes of this config.json (or its folder)",
     )
     add_flags(model, EngineOptions, ENGINE_FLAGS, skip)
     add_flags(parser.add_argument_group("cache"), CacheConfig, CACHE_FLAGS, skip)
+
+
+def _not_empty(text: str) -> str:
+    """An empty name, as of a variable that is not set, is a mistake and no default."""
+    if not text:
+        raise argparse.ArgumentTypeError("the value is empty")
+    return text
 
 
 def add_generation_arguments(parser: argparse.ArgumentParser, skip: tuple[str, ...] = ()) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
+
+from .console import Console
 
 HEADINGS = ("name", "repository", "parameters", "on disk", "context", "local", "")
 
@@ -20,8 +21,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the list on standard output; uses no network."""
     entries = model_list()
     text = json.dumps(entries, indent=2) if args.json else format_table(entries)
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    with Console() as console:
+        console.text(text + "\n")
     return 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import textwrap
 from typing import Any
 
@@ -16,6 +15,7 @@ from ...cache.merges import MERGES
 from ...cache.method import Method
 from ...cache.policies import DEFAULT_WINDOW, NAMED, POLICIES, own_window
 from ...cache.schedules import SCHEDULES
+from .console import Console
 
 CLASSES = {
     "indicator": INDICATORS,
@@ -44,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the list on standard output; loads nothing."""
     text = json.dumps(document(), indent=2) if args.json else listing()
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    with Console() as console:
+        console.text(text + "\n")
     return 0
 
 

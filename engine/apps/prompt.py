@@ -10,8 +10,7 @@ import stat
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from ...errors import PromptError
 from ..text import check_text, decode_input
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
 STDIN = "standard input"
 # how long a pipe may stay silent before the user is told what the command waits for
 SILENCE_S = 2.0
+# bytes of a text: read at once, and at most
+BLOCK, LONGEST = 1 << 20, 1 << 30
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,13 @@ def read_document(name: str) -> str:
     if name == "-":
         return decode_input(_stdin_bytes(), STDIN)
     try:
-        return decode_input(Path(name).read_bytes(), name)
+        mode = os.stat(name).st_mode
+        if stat.S_ISDIR(mode):
+            raise PromptError(f"cannot read {name}: it is a folder")
+        with open(name, "rb") as file:
+            if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or file.isatty() or _is_stdin(file)):
+                raise PromptError(f"cannot read {name}: it is neither a file nor a pipe")
+            return decode_input(_read_all(file, name), name)
     except OSError as error:
         raise PromptError(f"cannot read {name}: {error.strerror or error}") from error
 
@@ -116,7 +123,31 @@ def argument_text(text: str, name: str) -> str:
 
 
 def _stdin_bytes() -> bytes:
-    return b"" if sys.stdin is None else sys.stdin.buffer.read()
+    return b"" if sys.stdin is None else _read_all(sys.stdin.buffer, STDIN)
+
+
+def _read_all(file: BinaryIO, name: str) -> bytes:
+    """In blocks, between which Ctrl-C is heard. Raises PromptError for what is longer than any text, or endless."""
+    blocks: list[bytes] = []
+    try:
+        size = os.fstat(file.fileno()).st_size
+    except (OSError, ValueError):
+        size = 0
+    while size <= LONGEST:
+        blocks.append(file.read(BLOCK))
+        size = max(size, len(blocks) * BLOCK - BLOCK + len(blocks[-1]))
+        if len(blocks[-1]) < BLOCK:  # the end; a terminal would be asked once more
+            break
+    if size > LONGEST:
+        raise PromptError(f"cannot read {name}: it has more than {LONGEST >> 20:,} MiB, too many for a text")
+    return b"".join(blocks)
+
+
+def _is_stdin(file: BinaryIO) -> bool:
+    try:
+        return os.path.sameopenfile(file.fileno(), 0)
+    except OSError:
+        return False
 
 
 def stdin_mode() -> int:
