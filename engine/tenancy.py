@@ -115,8 +115,8 @@ class Tenancy:
                 "send a shorter text, or start over with more"
             )
         first = not any((self.arena.size.kept, self.arena.size.staging, self.arena.size.decode))
-        level = logging.DEBUG if first else logging.INFO
-        log.log(level, "the KV arena grows from %s to %s bytes", f"{self.arena.nbytes:,}", f"{needed:,}")
+        level = logging.DEBUG if first or needed <= self.arena.nbytes else logging.INFO  # one side may be smaller
+        log.log(level, "the KV arena has now %s, %s before", size_text(needed), size_text(self.arena.nbytes))
         self.arena = make_arena(self.layout, ArenaSize(0, 0, 0), self.device)  # frees the old one before the new one
         self.arena = make_arena(self.layout, size, self.device)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..evaluation.ledger import Ledger
+from ..evaluation.ledger import Ledger, open_ledger
 from .comparison import KEY, Comparison, base_key, console_progress, encode_rows
 from .console import Console
 from .loading import Load, open_engine
@@ -69,8 +69,10 @@ def compare(
     """Measure what is missing in the results, then print and write the report; returns the exit code."""
     comparison = Comparison.of(args)
     args.window = comparison.window
-    with Console(quiet=args.quiet, verbose=args.verbose) as console:
-        ledger = Ledger(comparison.out / f"{what}.jsonl", KEY)
+    with (
+        Console(quiet=args.quiet, verbose=args.verbose) as console,
+        open_ledger(comparison.out / f"{what}.jsonl", KEY) as ledger,
+    ):
         with open_engine(args, console, load) as engine:
             records = measure(Setting(what, args, comparison, ledger, console, engine))
         report(records, args, comparison, console)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import CakeError
 from ..evaluation.combination import PARTS, Combination
-from ..evaluation.ledger import Ledger
+from ..evaluation.ledger import Ledger, open_ledger
 from ..evaluation.summary import Measure, rows, summarise
 from ..evaluation.table import show
 from ..options import positive_count
@@ -54,8 +54,10 @@ def conflict(args: argparse.Namespace, given: set[str]) -> str | None:
 def run(args: argparse.Namespace, load: object = None) -> int:
     """Run what is missing in the results, then print and write the report. Models are loaded by the runs themselves."""
     comparison = Comparison.of(args)
-    with Console(quiet=args.quiet, verbose=args.verbose) as console:
-        ledger = Ledger(comparison.out / "speed.jsonl", KEY)
+    with (
+        Console(quiet=args.quiet, verbose=args.verbose) as console,
+        open_ledger(comparison.out / "speed.jsonl", KEY) as ledger,
+    ):
         records = measure(args, comparison, ledger, console)
         report(records, args, comparison, console)
     return 0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,8 @@ class Ledger:
     def __init__(self, path: Path, key: Sequence[str]) -> None:
         self.path, self._key = path, tuple(key)
         self._records: dict[str, Record] = {}
+        _make_folder(path)
         try:
-            for folder in path.parents:
-                if folder.exists() and not folder.is_dir():
-                    raise CakeError(f"cannot put results in {path.parent}: {folder} is a file, not a folder")
-            path.parent.mkdir(parents=True, exist_ok=True)
             data = path.read_bytes() if path.exists() else b""
         except OSError as error:
             raise CakeError(f"cannot read the results in {path}: {error.strerror or error}") from error
@@ -91,6 +90,44 @@ class Ledger:
         except OSError as error:
             raise CakeError(f"cannot write the results to {self.path}: {error.strerror or error}") from error
         self._records.update((self.identity(record), record) for record in records)
+
+
+@contextmanager
+def open_ledger(path: Path, key: Sequence[str]) -> Iterator[Ledger]:
+    """A ledger that no other run reads or writes meanwhile, where the system has locks; CakeError if one does."""
+    _make_folder(path)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise CakeError(f"cannot read the results in {path}: {error.strerror or error}") from error
+    try:
+        _lock(descriptor, path)
+        yield Ledger(path, key)
+    finally:
+        os.close(descriptor)  # and the lock is gone
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise CakeError(
+            f"another run writes its results to {path}: wait until it has ended, or give another folder"
+        ) from error
+    except (ImportError, OSError):  # no locks here
+        pass
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        for folder in path.parents:
+            if folder.exists() and not folder.is_dir():
+                raise CakeError(f"cannot put results in {path.parent}: {folder} is a file, not a folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CakeError(f"cannot make the folder {path.parent}: {error.strerror or error}") from error
 
 
 def _parsed(line: bytes) -> Record | None:

@@ -63,10 +63,12 @@ def check_study(
     if merging:
         cells = [cell for cell in merging if cell.budget is not None and cell.budget < tokens]
         own += bytes_of_own(engine.runner, [(one.policy, one.budget or 0, one.piece) for one in cells], tokens)
+    compared = f"{len(policies)} {'policy' if len(policies) == 1 else 'policies'}"
+    compared += f" at {budgets} {'budget' if budgets == 1 else 'budgets'}"
     # the weights are there already; the rest has to find room
     check_memory(replace(plan, weights=0, chunk=plan.chunk + own), available_memory(str(engine.device)))
     return (
-        f"the longest prompt has {tokens:,} tokens; with {len(policies)} policies at {budgets} budgets it needs "
+        f"the longest prompt has {tokens:,} tokens; with {compared} it needs "
         f"{size_text(plan.total + own)}: weights {size_text(weights)}, its full cache {size_text(plan.arena)}, the "
         f"rest {size_text(plan.total + own - weights - plan.arena)}"
     )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
+from cake_infer.cache.budget import size_text
+from cake_infer.cache.layout import ArenaSize
 from cake_infer.engine.engine import Engine
 from cake_infer.errors import BudgetError, CakeError, MemoryLimit, OptionError, PromptError, SnapshotError
 
@@ -518,7 +521,8 @@ def test_two_replies_written_by_turns_are_those_written_alone(model_folder):
     assert ids == [alone(text) for text in texts]
 
 
-def test_a_larger_arena_keeps_the_rows_of_a_conversation(model_folder, kept_positions, force):
+def test_a_larger_arena_keeps_the_rows_of_a_conversation(model_folder, kept_positions, force, caplog):
+    caplog.set_level(logging.DEBUG, "cake_infer")
     engine = load(model_folder(), budget=24)
     chat, other = engine.chat(), load(model_folder("twin"), budget=24)
     list(other.stream(ids=[10] * 500, max_new_tokens=200))  # its arena never has to grow
@@ -529,6 +533,17 @@ def test_a_larger_arena_keeps_the_rows_of_a_conversation(model_folder, kept_posi
         sizes.append(engine.runner.tenancy.arena.nbytes)
     assert len(set(sizes)) > 1
     assert sizes == sorted(sizes)
+    assert f"the KV arena has now {size_text(sizes[-1])}, " in caplog.text
+
+
+@pytest.mark.parametrize(("slots", "level"), [(1200, logging.DEBUG), (4000, logging.INFO)])
+def test_an_arena_that_takes_less_memory_for_more_slots_is_no_news(model_folder, caplog, slots, level):
+    tenancy = load(model_folder(), budget=24).runner.tenancy
+    tenancy.layout = replace(tenancy.layout, kv_dtype=torch.float16, staging_dtype=torch.float32)
+    tenancy.make(ArenaSize(0, 1000, 0))
+    caplog.set_level(logging.DEBUG, "cake_infer")
+    tenancy.make(ArenaSize(0, 0, slots))
+    assert [record.levelno for record in caplog.records if "the KV arena has now" in record.message] == [level]
 
 
 def test_room_for_a_long_reply_does_not_stand_in_the_way_of_a_long_message(model_folder, force):

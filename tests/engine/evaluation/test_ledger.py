@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
-from cake_infer.engine.evaluation.ledger import Ledger
+from cake_infer.engine.evaluation.ledger import Ledger, open_ledger
 from cake_infer.errors import CakeError
 
 KEY = ("prompt", "policy")
@@ -63,3 +64,25 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "results.jsonl").mkdir()
     with pytest.raises(CakeError, match="cannot read the results"):
         Ledger(tmp_path / "results.jsonl", KEY)
+
+
+def test_two_runs_do_not_write_the_same_results(tmp_path, monkeypatch):
+    path = tmp_path / "new" / "results.jsonl"
+    with open_ledger(path, KEY) as first:
+        first.append([ONE])
+        with pytest.raises(CakeError, match="another run writes its results to"), open_ledger(path, KEY):
+            pass
+        with open_ledger(path.with_name("others.jsonl"), KEY):
+            pass
+        with monkeypatch.context() as without_locks:
+            without_locks.setitem(sys.modules, "fcntl", None)
+            with open_ledger(path, KEY) as second:
+                assert list(second) == [ONE]
+    with open_ledger(path, KEY) as after:
+        assert list(after) == [ONE]
+    for place in (path / "below.jsonl", path.parent):
+        with (
+            pytest.raises(CakeError, match=r"is a file, not a folder|cannot read the results"),
+            open_ledger(place, KEY),
+        ):
+            pass

@@ -94,4 +94,7 @@ def test_the_caches_that_replies_are_written_from_are_counted(model_folder, monk
     with Engine.load(model_folder(), policy="full", step="eager") as engine:
         for written in (False, True):
             memory.check_study(engine, 300, 20, [], 1, replies=written)
+        one, more = (memory.check_study(engine, 300, 20, [engine.cache] * n, n) for n in (1, 2))
     assert plans[1].chunk - plans[0].chunk == 2 * plans[0].arena > 0
+    assert "with 1 policy at 1 budget it needs" in one
+    assert "with 2 policies at 2 budgets it needs" in more
