@@ -178,7 +178,9 @@ def test_every_short_name_is_a_model_with_our_options(plugin):
 
 
 def test_listing_models_loads_no_torch(tmp_path):
-    code = "import sys, llm.cli; from cake_infer.engine.apps import llm_plugin; llm.plugins.pm.register(llm_plugin); "
+    # installed, its entry point has registered it already
+    code = "import sys, llm.cli; from cake_infer.engine.apps import llm_plugin; llm.plugins.load_plugins(); "
+    code += "pm = llm.plugins.pm; pm.is_registered(llm_plugin) or pm.register(llm_plugin); "
     code += "llm.get_models(); print('torch' in sys.modules)"
     environment = {"LLM_USER_PATH": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
