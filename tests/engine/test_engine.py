@@ -14,6 +14,7 @@ import weakref
 
 import pytest
 import torch
+from cake_infer.cache.budget import size_text
 from cake_infer.cache.config import CacheConfig
 from cake_infer.engine import loading
 from cake_infer.engine.encoding import token_counts
@@ -444,10 +445,11 @@ def test_an_arena_that_grows_is_reported_but_not_the_first_one(model_folder, cap
     caplog.set_level(logging.INFO, logger="cake_infer")
     for tokens in (100, 50):
         engine.generate(ids=[10] * tokens, max_new_tokens=1)
-    assert "grows" not in caplog.text
+    assert "KV arena" not in caplog.text
     before = engine.runner.tenancy.arena.nbytes
     engine.generate(ids=[10] * 300, max_new_tokens=1)
-    assert f"grows from {before:,} to {engine.runner.tenancy.arena.nbytes:,} bytes" in caplog.text
+    now = engine.runner.tenancy.arena.nbytes
+    assert f"the KV arena has now {size_text(now)}, {size_text(before)} before" in caplog.text
 
 
 @pytest.mark.parametrize(("budget", "kept"), [("50%", 50), ("7%", 8), (24, 24), ("200%", 100), (10_000, 100)])
@@ -601,14 +603,14 @@ def test_a_memory_that_is_not_there_leaves_the_engine_usable(model_folder, monke
     replies = [[piece.id for piece in chat.send("one " * 20, max_new_tokens=5)]]
     from cake_infer.engine import tenancy
 
-    arena = tenancy.Arena
+    arena = tenancy.make_arena
 
     def refuse(layout, size, device):
         if size.staging > 1000:
             raise MemoryLimit("no memory")
         return arena(layout, size, device)
 
-    monkeypatch.setattr(tenancy, "Arena", refuse)
+    monkeypatch.setattr(tenancy, "make_arena", refuse)
     for attempt in (
         lambda: engine.generate(ids=[10] * 2000, max_new_tokens=5),
         lambda: list(chat.send("two " * 1000, max_new_tokens=5)),
