@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +14,9 @@ from ..errors import MemoryLimit
 from ..models.config import read_config
 from .available import Available, available_memory
 from .memory import Plan, plan_run, weights_of
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -63,3 +67,20 @@ def check_download(
             device=device,
         )
     check_memory(plan, available_memory(str(device)))
+
+
+def free_for_arena(engine: Engine, longest: int, available: Available | None) -> int | None:
+    """Bytes that an arena may take beside what reading a prompt of `longest` tokens takes; None where nobody knows."""
+    if available is None:
+        return None
+    plan = plan_run(
+        engine.config,
+        engine.cache,
+        weights=0,
+        stored=engine.runner.decoder.dtype,
+        prompt_tokens=longest,
+        new_tokens=1,
+        chunk=engine.chunk,
+        device=engine.device,
+    )
+    return int(NEAR_LIMIT * available.bytes) - plan.transient - plan.products

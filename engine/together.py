@@ -15,8 +15,8 @@ from .batch import Batch
 from .document import Document
 from .encoding import listed_ids
 from .generation import GenerationConfig
-from .memory import plan_run, together_within
-from .memory_limit import NEAR_LIMIT
+from .memory import together_within
+from .memory_limit import free_for_arena
 from .pieces import piece_size
 from .reply import OnProgress, Written, tell_if_raised, wait_reporter
 from .results import Piece, Progress, Result, collect
@@ -137,21 +137,9 @@ def _size(runner: Runner, ids: list[int], generation: GenerationConfig) -> Arena
 
 def _free_for_arena(engine: Engine, longest: int, least: int) -> int | None:
     """Bytes that the arena may take beside what reading the longest prompt takes; `least` at any rate."""
-    free, runner = available_memory(str(engine.device)), engine.runner
-    if free is None:
-        return None
-    plan = plan_run(
-        engine.config,
-        engine.cache,
-        weights=0,
-        stored=runner.decoder.dtype,
-        prompt_tokens=longest,
-        new_tokens=1,
-        chunk=engine.chunk,
-        device=engine.device,
-    )
-    mine = runner.tenancy.arena.nbytes  # is freed before the batch takes its own
-    return max(int(NEAR_LIMIT * free.bytes) + mine - plan.transient - plan.products, least)
+    free = free_for_arena(engine, longest, available_memory(str(engine.device)))
+    # the engine's own arena is freed before the batch takes its own
+    return None if free is None else max(free + engine.runner.tenancy.arena.nbytes, least)
 
 
 def _progress_of(

@@ -10,8 +10,7 @@ from ...errors import MemoryLimit
 from ..available import available_memory
 from ..engine import Engine
 from ..generation import GenerationConfig
-from ..memory import plan_run
-from ..memory_limit import NEAR_LIMIT
+from ..memory_limit import free_for_arena
 from ..sequence import Sequence
 from ..window import FEWEST_COLUMNS
 from .options import ServeOptions
@@ -31,18 +30,8 @@ def arena_limit(engine: Engine, options: ServeOptions, defaults: GenerationConfi
     size = runner.fit(Sequence(), longest, new_tokens).size
     wanted = shared_size(runner.layout, [size] * options.parallel).nbytes(runner.layout)
     alone = shared_size(runner.layout, [size]).nbytes(runner.layout)
-    plan = plan_run(
-        engine.config,
-        engine.cache,
-        weights=0,
-        stored=runner.decoder.dtype,
-        prompt_tokens=longest,
-        new_tokens=1,
-        chunk=engine.chunk,
-        device=engine.device,
-    )
     available = available_memory(str(engine.device))
-    free = wanted if available is None else int(NEAR_LIMIT * available.bytes) - plan.transient - plan.products
+    free = free_for_arena(engine, longest, available)
     if options.arena is not None:
         asked = parse_bytes(options.arena)
         if available is not None and asked > available.bytes:
@@ -52,7 +41,7 @@ def arena_limit(engine: Engine, options: ServeOptions, defaults: GenerationConfi
             )
         limit = asked
     else:
-        limit = max(min(wanted, free), min(alone, max(free, 1 << 20)))
+        limit = wanted if free is None else max(min(wanted, free), min(alone, max(free, 1 << 20)))
     if limit < alone:
         log.warning(
             "the KV arena has %s, and a reply to %s tokens needs %s: longer requests are refused",
