@@ -250,7 +250,7 @@ def test_a_team_runs_every_member_once_and_can_be_interrupted_on_the_way_in():
 def test_the_plain_step_stands_in_where_numba_is_missing(tiny, monkeypatch, caplog):
     from cake_infer.engine import stepper
 
-    def missing(*_):
+    def missing(*_, **__):
         raise BackendError("numba is not installed (pip install 'cake-infer[cpu]')")
 
     monkeypatch.setattr("cake_infer.engine.compiled.CompiledStep", missing)
