@@ -119,7 +119,7 @@ def test_a_wheel_holds_exactly_the_modules_of_git(tmp_path: Path) -> None:
         target = source / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, target)
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
+    command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation", "--no-index"]
     built = subprocess.run(
         [*command, "-w", str(tmp_path), str(source)],
         capture_output=True,
@@ -128,6 +128,9 @@ def test_a_wheel_holds_exactly_the_modules_of_git(tmp_path: Path) -> None:
         env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
     )
     assert built.returncode == 0, built.stderr
+    said = built.stdout + built.stderr
+    assert "copying engine/serving/static/page.html" in said  # what the build says is shown, and so are its warnings
+    assert "Package would be ignored" not in said
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
