@@ -14,6 +14,8 @@ from .schedules import SCHEDULES
 
 DECODE_POLICIES = ("grow", "hold")
 KV_BITS = (8, 4, 2)
+KV_GROUP = 32  # slots that are packed together, see quantise.py, which imports torch
+PACKED_HOLDS = ("attention", "tova", "cake")  # hold rules by which groups can be compared, and not at every step
 KV_DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_POOL = 5
 
@@ -160,9 +162,26 @@ class CacheConfig:
                 "or 32 bits"
             )
         if self.decode_policy == "hold":
+            self._check_packed_hold()
+
+    def _check_packed_hold(self) -> None:
+        """Packed rows give up groups of 32 tokens, by what these are worth together when it is time."""
+        if self.recascade is not None:
             raise OptionError(
-                "kv_bits has no form for the decode policy hold, which overwrites single slots of what is packed "
-                "together: choose grow, or leave kv_bits out"
+                "recascade moves single slots from layer to layer and has no form for kv_bits: leave one of the two out"
+            )
+        choice = self.choice
+        if choice is None or choice.hold is None:
+            return  # refused with the budget that is missing
+        if choice.hold.name not in PACKED_HOLDS:
+            raise OptionError(
+                f"hold by {choice.hold.name} has no form for kv_bits, with which groups of {KV_GROUP} tokens "
+                f"are given up by the attention they get then: hold by {', '.join(PACKED_HOLDS)}, or leave kv_bits out"
+            )
+        given = parse_given(self.policy_options) | parse_given((self.hold_by or "").split(",")[1:])
+        if "interval" in given and choice.spare != KV_GROUP:
+            raise OptionError(
+                f"packed rows are cut every {KV_GROUP} tokens, not every {choice.spare}: leave interval out, or kv_bits"
             )
 
     def _check_recascade(self) -> None:

@@ -108,7 +108,8 @@ def arena_size(
 
     `budget` is C in tokens per layer and KV head (None keeps everything); `held` is how many slots a continued sequence
     holds in all, `held_longest` the length of its longest row. `hold`: how many slots a row at its limit needs behind
-    it, 0 where rows only grow. `late`: nothing is evicted before all layers are read.
+    it, 0 where rows only grow; of packed rows only whether they are held, and those that keep everything do not grow.
+    `late`: nothing is evicted before all layers are read.
     """
     rows, longest = layout.num_layers * layout.num_kv_heads, held_longest + tokens
     kept = kept_limit(rows, budget=budget, tokens=tokens, held=held)
@@ -120,17 +121,21 @@ def arena_size(
         decode = max(kept, rows * limit) + rows * min(hold, new_tokens + 1)
     reading = kept_limit(rows, budget=None if late else budget, tokens=tokens, held=held)
     if layout.kv_bits is not None:
-        assert not hold, "packed rows only grow"
         window, inside = layout.window, min(layout.window, longest)
         held_inside = min(window, held_longest)
-        behind = max(inside + new_tokens - window, 0) // GROUP * GROUP  # new tokens of a row that are packed in the end
+        most = packed_slots(rows, kept, longest, inside)
+        if not hold:
+            behind = max(inside + new_tokens - window, 0)  # new tokens of a row that leave the window
+            most += rows * (behind // GROUP * GROUP)
+        elif budget is not None:  # rows that nothing was evicted of grow up to the budget
+            most = max(most, rows * whole_groups(max(min(budget, longest + new_tokens) - window, 0)))
         return ArenaSize(
             rows * (inside + min(window + GROUP, held_longest)),
             layout.num_kv_heads * longest,
             rows * min(inside + new_tokens, window + GROUP),
             max(
                 packed_slots(rows, reading, longest, inside) + packed_slots(rows, held, held_longest, held_inside),
-                packed_slots(rows, kept, longest, inside) + rows * behind,
+                most,
             ),
         )
     return ArenaSize(reading + held, layout.num_kv_heads * longest, decode)
@@ -142,11 +147,19 @@ def packed_slots(rows: int, total: int, longest: int, inside: int) -> int:
     return min(rows * whole_groups(longest - inside), (outside + rows * (GROUP - 1)) // GROUP * GROUP)
 
 
-def after_turn(budget: int | None, tokens: int, new_tokens: int, hold: int = 0) -> int:
+def after_turn(layout: ArenaLayout, budget: int | None, tokens: int, new_tokens: int, hold: int = 0) -> int:
     """Tokens that an average row holds after a first turn of so many."""
     if hold and budget is not None:
-        return min(tokens + new_tokens, budget + hold - 1)
+        return min(tokens + new_tokens, budget + beyond_budget(layout, new_tokens, hold))
     return (tokens if budget is None else min(tokens, budget)) + new_tokens
+
+
+def beyond_budget(layout: ArenaLayout, new_tokens: int, hold: int) -> int:
+    """By how many tokens an average row may be longer than its budget after a reply."""
+    if not hold:
+        return new_tokens
+    # packed rows: the last group may be filled up, and another one may be about to be
+    return hold - 1 if layout.kv_bits is None else min(new_tokens, 2 * (GROUP - 1))
 
 
 def span_start(layout: ArenaLayout, slots: int) -> int:
@@ -211,7 +224,7 @@ def budget_within(
     """
 
     def need(budget: int) -> int:
-        held = 0 if context is None else min(budget + (hold - 1 if hold else new_tokens), context)
+        held = 0 if context is None else min(budget + beyond_budget(layout, new_tokens, hold), context)
         size = arena_size(
             layout,
             budget=budget,

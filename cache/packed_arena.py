@@ -2,7 +2,8 @@
 
 The part in the arena's own store is in order of position: the window, then the tokens of a reply. When it holds the
 window and enough to fill a group, its oldest tokens become that group (`flush`), so that all but the last `window + 31`
-tokens are packed at any time. The other part are `PackedRows`, the most worth keeping first.
+tokens are packed at any time. The other part are `PackedRows`, the most worth keeping first. A row that is held at its
+length gets no further group then, but one in another one's place (`exchange`).
 
 A layer's chosen columns are packed from staging, where they are as they were computed; the cascade shrinks packed rows.
 A later turn widens them in front of the staged tokens, and packs what it keeps of them anew.
@@ -125,40 +126,77 @@ class PackedArena(Arena):
 
     def finish(self, headroom: np.ndarray) -> None:
         """See `Arena.finish`: of the new tokens that each row may get, those that leave the window are packed."""
+        self._finish(headroom, None)
+
+    def _finish(self, headroom: np.ndarray, most: np.ndarray | None) -> None:
+        """`most`: packed slots of each row."""
         new = headroom.astype(np.int64) + np.zeros_like(self.length)
         window = self.layout.window
         behind = np.maximum(self.length + new - window, 0)  # tokens that are outside of the window in the end
         packed = self.packed.length
         capacity = np.maximum(whole(packed), (packed + behind) // GROUP * GROUP)
+        if most is not None:
+            capacity = np.minimum(capacity, most)
         self._spread(np.minimum(new, window + GROUP - self.length))
         self.packed.finish(capacity)
 
+    def finish_held(self, headroom: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """`finish` for rows that are to hold `lengths` `[layers, kv_heads]`, in whole groups beside the window.
+
+        Returns how long they may be between two steps: as many tokens more as fill a group wait to be packed.
+        """
+        most = whole(np.maximum(lengths - self.layout.window, 0))
+        self._finish(headroom, most)
+        limit: np.ndarray = self.layout.window + most
+        return limit
+
     # -- decoding -----------------------------------------------------------------------------------------------------
+
+    @property
+    def wanted(self) -> np.ndarray:
+        """How many tokens fill each row's last group, which may have been cut in two, or else another one."""
+        left: np.ndarray = GROUP - self.packed.length % GROUP
+        return left
+
+    @property
+    def due(self) -> np.ndarray:
+        """Which rows have as many tokens outside of the window."""
+        found: np.ndarray = self.length >= self.layout.window + self.wanted
+        return found
 
     def flush(self) -> None:
         """Before a step: where a row has as many tokens outside of the window as fill a group, they are packed."""
-        window = self.layout.window
-        wanted = GROUP - self.packed.length % GROUP  # the first time a group that is not full is filled up
-        due = self.length >= window + wanted
+        wanted, due = self.wanted, self.due
         if not due.any():
             return
         whole = due & (wanted == GROUP)
         tables = self.keys, self.values, self.position, self.score
         self.packed.append_groups(whole, self.offset[whole], tables)
         for layer, head in zip(*(at.tolist() for at in due.nonzero()), strict=True):
-            count, length = int(wanted[layer, head]), int(self.length[layer, head])
-            start = int(self.offset[layer, head])
+            count, start = int(wanted[layer, head]), int(self.offset[layer, head])
             if not whole[layer, head]:
                 self.packed.append(layer, head, *(table[start : start + count] for table in tables))
-            self.store.move(start + count, start, length - count)
-            self.length[layer, head] = length - count
+            self._drop_oldest(layer, head, count)
 
-    def widened(self, layer: int, head: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values `[held + 1, head_dim]` in a dtype and positions `[held + 1]` of one row: packed, then not.
+    def exchange(self, layer: int, head: int, group: int) -> None:
+        """Pack a row's 32 oldest unpacked tokens in place of a packed group; of one behind the last: drop them."""
+        if group * GROUP < self.packed.length[layer, head]:
+            start = int(self.offset[layer, head])
+            tables = (self.keys, self.values, self.position, self.score)
+            self.packed.write(layer, head, group * GROUP, *(table[start : start + GROUP] for table in tables))
+        self._drop_oldest(layer, head, GROUP)
 
-        With the slot of a newcomer. In buffers that the next call uses again.
+    def _drop_oldest(self, layer: int, head: int, count: int) -> None:
+        start, length = int(self.offset[layer, head]), int(self.length[layer, head])
+        self.store.move(start + count, start, length - count)
+        self.length[layer, head] = length - count
+
+    def widened(self, layer: int, head: int, dtype: torch.dtype, extra: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values `[held + extra, head_dim]` in a dtype and positions likewise of one row: packed, then not.
+
+        `extra`: slots of newcomers. In buffers that the next call uses again.
         """
-        n, rest = int(self.packed.length[layer, head]), int(self.length[layer, head]) + 1
+        n, rest = int(self.packed.length[layer, head]), int(self.length[layer, head]) + extra
         columns, dim = n + rest, self.layout.head_dim
         size = columns * dim * dtype.itemsize
         if self._scratch.numel() < 2 * size + 4 * columns:
@@ -167,7 +205,7 @@ class PackedArena(Arena):
         position = self._scratch[2 * size : 2 * size + 4 * columns].view(torch.int32)
         self.packed.widen(layer, head, keys[:n], values[:n])
         position[:n] = self.packed.marks(layer, head)[0]
-        for target, source in zip((keys, values, position), self.row(layer, head, extra=1), strict=True):
+        for target, source in zip((keys, values, position), self.row(layer, head, extra=extra), strict=True):
             target[n:] = source
         return keys, values, position
 

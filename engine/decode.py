@@ -19,6 +19,7 @@ from .attention import Attention, Sdpa, SlidingMask
 from .attention.tables import RowTables
 from .holding import held_attention
 from .packed_attention import packed_attention
+from .packed_holding import cut_packed
 from .sequence import Sequence
 
 SDPA = Sdpa()
@@ -58,8 +59,8 @@ def batch_step(
     one launch; their arenas then share a store. `together`: every matrix meets the n tokens in one product, as on a
     GPU. Otherwise, on a CPU, a layer is widened once and meets one token after another: a product with more rows adds
     up in another order, and a reply would depend on its neighbours. With a hold rule
-    `rule` rows are gone through one by one (`holding.py`); without one, full rows give up the slot that is attended to
-    least.
+    `rule` rows are gone through one by one (`holding.py`; packed ones behind the step, `packed_holding.py`); without
+    one, full rows give up the slot that is attended to least.
     """
     for arena in arenas:
         if isinstance(arena, PackedArena):
@@ -92,11 +93,6 @@ def batch_step(
             attended = torch.empty_like(queries)
             for i, (arena, sequence) in enumerate(zip(arenas, sequences, strict=True)):
                 one = slice(i, i + 1)
-                if rule is not None and sequence.limit is not None:
-                    attended[:, i] = held_attention(
-                        decoder, arena, sequence, index, queries[:, i], keys[:, one], values[:, one], window, rule
-                    )
-                    continue
                 if isinstance(arena, PackedArena):
                     attended[:, i] = packed_attention(
                         arena,
@@ -108,6 +104,11 @@ def batch_step(
                         attention,
                         scale=decoder.scale,
                         sliding=config.sliding_windows[index],
+                    )
+                    continue
+                if rule is not None and sequence.limit is not None:
+                    attended[:, i] = held_attention(
+                        decoder, arena, sequence, index, queries[:, i], keys[:, one], values[:, one], window, rule
                     )
                     continue
                 attended[:, i] = _layer_attention(
@@ -122,6 +123,9 @@ def batch_step(
         sequence.ids.append(token)
         if rule is not None and rule.keeps_scores:
             sequence.read = sequence.total  # what lies with its row is a score like the others
+    for arena, sequence in zip(arenas, sequences, strict=True):
+        if rule is not None and sequence.limit is not None and isinstance(arena, PackedArena):
+            cut_packed(decoder, arena, sequence, window, rule)
     return torch.cat([decoder.logits(hidden[part]) for part in parts])
 
 

@@ -41,7 +41,7 @@ def held_attention(
         keys[:, -1], values[:, -1], positions[:, -1] = new_keys[head], new_values[head], position
         scores[-1] = 0.0
         part = queries[head * group : (head + 1) * group]
-        output, weights = _attend(decoder, layer, position, part, keys, values, positions)
+        output, weights = attend_row(decoder, layer, position, part, keys, values, positions)
         outputs.append(output)
         rows.append(HeldRow(weights[0], positions[0], scores))
     if isinstance(rule, OneByOne) and rule.every == 1:
@@ -72,14 +72,14 @@ def cut_grown(decoder: Decoder, arena: Arena, sequence: Sequence, window: int, r
             if rule.keeps_scores:  # a step leaves none with a newcomer
                 scores.masked_fill_(positions[0] >= sequence.read, 0.0)
             part = queries[head * group : (head + 1) * group]
-            weights = _attend(decoder, layer, newest, part, keys, values, positions)[1]
+            weights = attend_row(decoder, layer, newest, part, keys, values, positions)[1]
             rows.append(HeldRow(weights[0], positions[0], scores))
         _cut_back(decoder, arena, layer, rows, sequence, sequence.total, window, rule)
     if cut and rule.keeps_scores:
         sequence.read = sequence.total
 
 
-def _attend(
+def attend_row(
     decoder: Decoder, layer: int, position: int, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Attention of one KV head's queries `[group, head_dim]` at a position: the output, and weights `[1, group, n]`."""

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from ..cache.arena import Arena
 from ..cache.holds.base import AtIntervals, HoldRule
+from ..cache.packed_arena import PackedArena
 from ..models.decoder import Decoder
 from .compiled import CompiledStep
 from .holding import cut_grown
+from .packed_holding import cut_packed
 from .sequence import Sequence
 from .stepper import OnWait
 
@@ -50,7 +52,9 @@ class IntervalStep:
             for sequence, limit in zip(sequences, limits, strict=True):
                 sequence.limit = limit
         for arena, sequence in zip(arenas, sequences, strict=True):
-            if sequence.limit is not None:
+            if sequence.limit is not None and isinstance(arena, PackedArena):
+                cut_packed(self._decoder, arena, sequence, window, self._rule)
+            elif sequence.limit is not None:
                 cut_grown(self._decoder, arena, sequence, window, self._rule)
         return logits
 

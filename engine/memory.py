@@ -110,7 +110,7 @@ def plan_run(
     layout = arena_layout(config, cache, kept_dtype, products)
     hold = cache.spare
     budget = first_budget(config, cache, layout, prompt_tokens, new_tokens, context=conversation)
-    held = 0 if conversation is None else after_turn(budget, prompt_tokens, new_tokens, hold)
+    held = 0 if conversation is None else after_turn(layout, budget, prompt_tokens, new_tokens, hold)
     rows, columns = config.num_layers * config.num_kv_heads, held + prompt_tokens
     evicting = budget is not None and columns > budget
     size = arena_size(

@@ -160,7 +160,8 @@ CACHE_FLAGS = {
         "N",
     ),
     "decode_policy": Flag(
-        "new tokens: grow keeps them all in reserved room, hold overwrites the slots that are wanted least",
+        "new tokens: grow keeps them all in reserved room, hold overwrites the slots that are wanted least (32 together "
+        "with --kv-bits)",
         choices=("grow", "hold"),
     ),
     "hold_by": Flag(

@@ -47,10 +47,11 @@ class Tenancy:
     def size_for(self, sequence: Sequence, budget: int | None, tokens: int, new_tokens: int) -> ArenaSize:
         """The arena that reading `tokens` more and writing `new_tokens` needs."""
         lengths = self.lengths(sequence)
-        if sequence.fixed and self.hold:  # rows at their limits from the first new token on
-            new_tokens, hold, budget = min(self.hold, new_tokens + 1), 0, None
-        else:
-            hold = self.hold
+        hold = self.hold
+        if sequence.fixed and hold:  # rows at their limits from the first new token on
+            budget = None
+            if self.layout.kv_bits is None:
+                new_tokens, hold = min(hold, new_tokens + 1), 0
         evicting = budget is not None and sequence.total + tokens > budget
         return arena_size(
             self.layout,

@@ -277,11 +277,18 @@ def make_policy(config: CacheConfig, model: PolicyModel, budget: int) -> Policy:
 
 def make_hold(config: CacheConfig) -> HoldRule | None:
     """The rule by which decoding keeps rows at their limit; None for `attention` at every step, which every runner has
-    built in, and where rows only grow."""
+    built in where nothing is packed, and where rows only grow."""
     choice = config.choice
-    if choice is None or choice.hold is None or (choice.hold.name == "attention" and choice.spare == 1):
+    if choice is None or choice.hold is None:
         return None
-    rule: HoldRule = choice.hold.load()(**choice.options["hold"])
+    options = dict(choice.options["hold"])
+    if config.kv_bits is not None:
+        from ..quantise import GROUP
+
+        options["interval"] = GROUP
+    elif choice.hold.name == "attention" and choice.spare == 1:
+        return None
+    rule: HoldRule = choice.hold.load()(**options)
     return rule
 
 

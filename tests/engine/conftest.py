@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -245,3 +246,78 @@ def kept_positions() -> Callable[[Any], dict[tuple[int, int], list[int]]]:
         return {(layer, head): arena.row(layer, head)[2].tolist() for layer in range(layers) for head in range(heads)}
 
     return kept
+
+
+def _rendered(arena: Any, layer: int, head: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """A row's keys, values and positions, out of its bytes by the documented rule."""
+    packed, dim = arena.packed, arena.layout.head_dim
+    store, bits = packed.store, packed.store.bits
+    first, n = int(packed.offset[layer, head]), int(packed.length[layer, head])
+    slots, channels = np.arange(first, first + n), np.arange(dim)
+    wide = 32 if dim % 32 == 0 else dim
+
+    def numbers(codes: Tensor, scale: Tensor, minimum: Tensor, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        joined = codes.numpy()[slots][:, channels * bits // 8]
+        found = (joined >> (channels * bits % 8)) & (2**bits - 1)
+        pair = [table.double().numpy()[rows][:, columns] for table in (scale, minimum)]
+        return pair[1] + found * pair[0]
+
+    keys = numbers(store.key_codes, store.key_scale, store.key_minimum, slots // 32, channels)
+    values = numbers(store.value_codes, store.value_scale, store.value_minimum, slots, channels // wide)
+    rest = [table.double().numpy() for table in arena.row(layer, head)]
+    positions = store.position.numpy()[slots].tolist() + rest[2].astype(int).tolist()
+    return np.concatenate([keys, rest[0]]), np.concatenate([values, rest[1]]), positions
+
+
+def _dense_step(
+    model: Dense, arena: Any, token: int, position: int
+) -> tuple[Tensor, dict[tuple[int, int], dict[int, float]]]:
+    """Logits of one token in float64 over the rows as they are rendered, and itself; and by (layer, KV head) and
+    position its attention, the mean over the query heads."""
+    w = model.weights
+    x = w["model.embed_tokens.weight"][token]
+    group = model.heads // model.kv_heads
+    half = model.head_dim // 2
+    angle = position * model.config["rope_theta"] ** (-torch.arange(half).double() * 2 / model.head_dim)
+
+    def turned(rows: Tensor) -> Tensor:
+        first, second = rows[..., :half], rows[..., half:]
+        return torch.cat([first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], -1)
+
+    attention: dict[tuple[int, int], dict[int, float]] = {}
+    for layer in range(model.layers):
+        p = f"model.layers.{layer}."
+        h = model.rms_norm(x, p + "input_layernorm.weight")
+        q, k, v = ((h @ w[f"{p}self_attn.{name}_proj.weight"].T).view(-1, model.head_dim) for name in ("q", "k", "v"))
+        q, k = turned(q), turned(k)
+        out = []
+        for head in range(model.heads):
+            keys, values, positions = _rendered(arena, layer, head // group)
+            keys, values = torch.from_numpy(keys), torch.from_numpy(values)
+            keys = torch.cat([keys, k[head // group, None]])
+            values = torch.cat([values, v[head // group, None]])
+            z = keys @ q[head] / math.sqrt(model.head_dim)
+            sliding = model.sliding(layer)
+            if sliding is not None:
+                z[torch.tensor([*positions, position]) <= position - sliding] = -math.inf
+            weights = torch.softmax(z, 0)
+            out.append(weights @ values)
+            row = attention.setdefault((layer, head // group), dict.fromkeys([*positions, position], 0.0))
+            for at, weight in zip([*positions, position], weights.tolist(), strict=True):
+                row[at] += weight / group
+        x = x + torch.cat(out) @ w[p + "self_attn.o_proj.weight"].T
+        h = model.rms_norm(x, p + "post_attention_layernorm.weight")
+        gate, up = (h @ w[f"{p}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + (torch.nn.functional.silu(gate) * up) @ w[p + "mlp.down_proj.weight"].T
+    head_name = "lm_head.weight" if "lm_head.weight" in w else "model.embed_tokens.weight"
+    return model.rms_norm(x, "model.norm.weight") @ w[head_name].T, attention
+
+
+@pytest.fixture
+def rendered() -> Callable[[Any, int, int], tuple[np.ndarray, np.ndarray, list[int]]]:
+    return _rendered
+
+
+@pytest.fixture
+def dense_step() -> Callable[..., tuple[Tensor, dict[tuple[int, int], dict[int, float]]]]:
+    return _dense_step

@@ -62,6 +62,7 @@ def test_each_token_sees_what_was_kept_of_the_context_and_its_continuation_so_fa
         ("eager", {"decode_policy": "hold"}),
         ("auto", {"decode_policy": "hold"}),
         ("eager", {"kv_bits": 4}),
+        ("eager", {"kv_bits": 4, "decode_policy": "hold"}),
     ],
 )
 def test_they_are_the_log_likelihoods_that_a_reply_of_these_tokens_has(

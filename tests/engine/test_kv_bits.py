@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -25,65 +23,8 @@ def through(numbers: np.ndarray, bits: int) -> np.ndarray:
     return minimum.astype(np.float64) + codes.astype(np.float64) * scale
 
 
-def rendered(arena, layer: int, head: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """A row's keys, values and positions, out of its bytes by the documented rule."""
-    packed, dim = arena.packed, arena.layout.head_dim
-    store, bits = packed.store, packed.store.bits
-    first, n = int(packed.offset[layer, head]), int(packed.length[layer, head])
-    slots, channels = np.arange(first, first + n), np.arange(dim)
-    wide = G if dim % G == 0 else dim
-
-    def numbers(codes, scale, minimum, rows, columns):
-        joined = codes.numpy()[slots][:, channels * bits // 8]
-        found = (joined >> (channels * bits % 8)) & (2**bits - 1)
-        pair = [table.double().numpy()[rows][:, columns] for table in (scale, minimum)]
-        return pair[1] + found * pair[0]
-
-    keys = numbers(store.key_codes, store.key_scale, store.key_minimum, slots // G, channels)
-    values = numbers(store.value_codes, store.value_scale, store.value_minimum, slots, channels // wide)
-    rest = [table.double().numpy() for table in arena.row(layer, head)]
-    positions = store.position.numpy()[slots].tolist() + rest[2].astype(int).tolist()
-    return np.concatenate([keys, rest[0]]), np.concatenate([values, rest[1]]), positions
-
-
 def feed(runner, sequence, ids, new_tokens=1):
     return runner.feed(sequence, ids, runner.prepare(sequence, len(ids), new_tokens))
-
-
-def dense_step(model, arena, token: int, position: int) -> torch.Tensor:
-    """Logits of one token in float64 over the rows as they are rendered, and itself."""
-    w = model.weights
-    x = w["model.embed_tokens.weight"][token]
-    group = model.heads // model.kv_heads
-    half = model.head_dim // 2
-    angle = position * model.config["rope_theta"] ** (-torch.arange(half).double() * 2 / model.head_dim)
-
-    def turned(rows):
-        first, second = rows[..., :half], rows[..., half:]
-        return torch.cat([first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], -1)
-
-    for layer in range(model.layers):
-        p = f"model.layers.{layer}."
-        h = model.rms_norm(x, p + "input_layernorm.weight")
-        q, k, v = ((h @ w[f"{p}self_attn.{name}_proj.weight"].T).view(-1, model.head_dim) for name in ("q", "k", "v"))
-        q, k = turned(q), turned(k)
-        out = []
-        for head in range(model.heads):
-            keys, values, positions = rendered(arena, layer, head // group)
-            keys, values = torch.from_numpy(keys), torch.from_numpy(values)
-            keys = torch.cat([keys, k[head // group, None]])
-            values = torch.cat([values, v[head // group, None]])
-            z = keys @ q[head] / math.sqrt(model.head_dim)
-            sliding = model.sliding(layer)
-            if sliding is not None:
-                z[torch.tensor([*positions, position]) <= position - sliding] = -math.inf
-            out.append(torch.softmax(z, 0) @ values)
-        x = x + torch.cat(out) @ w[p + "self_attn.o_proj.weight"].T
-        h = model.rms_norm(x, p + "post_attention_layernorm.weight")
-        gate, up = (h @ w[f"{p}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        x = x + (torch.nn.functional.silu(gate) * up) @ w[p + "mlp.down_proj.weight"].T
-    head_name = "lm_head.weight" if "lm_head.weight" in w else "model.embed_tokens.weight"
-    return model.rms_norm(x, "model.norm.weight") @ w[head_name].T
 
 
 @pytest.fixture(params=["llama", "sliding", "odd heads"])
@@ -104,7 +45,9 @@ def folder(request, tmp_path, write_checkpoint):
         (8, {"policy": "full"}),
     ],
 )
-def test_a_step_attends_over_the_packed_rows_as_their_bytes_say(folder, dense, make_runner, random_ids, bits, options):
+def test_a_step_attends_over_the_packed_rows_as_their_bytes_say(
+    folder, dense, dense_step, make_runner, random_ids, bits, options
+):
     runner = make_runner(folder, kv_bits=bits, window=WINDOW, chunk=16, step="eager", **options)
     sequence, prompt, new = Sequence(), random_ids(120), random_ids(45, seed=1)
     feed(runner, sequence, prompt, len(new) + 1)
@@ -115,7 +58,7 @@ def test_a_step_attends_over_the_packed_rows_as_their_bytes_say(folder, dense, m
     for number, token in enumerate(new):
         arena.flush()
         with torch.inference_mode():
-            expected = dense_step(model, arena, token, sequence.total) if number % 15 in (0, 14) else None
+            expected = dense_step(model, arena, token, sequence.total)[0] if number % 15 in (0, 14) else None
             logits = runner.step(arena, sequence, token, window=WINDOW)
         if expected is not None:
             torch.testing.assert_close(logits.double(), expected, rtol=0, atol=1e-4)
@@ -126,7 +69,7 @@ def test_a_step_attends_over_the_packed_rows_as_their_bytes_say(folder, dense, m
 
 @pytest.mark.parametrize("policy", ["snapkv", "cake", "full"])
 @pytest.mark.parametrize("bits", [8, 4, 2])
-def test_what_was_kept_is_packed_from_what_was_computed(folder, make_runner, random_ids, policy, bits):
+def test_what_was_kept_is_packed_from_what_was_computed(folder, make_runner, random_ids, rendered, policy, bits):
     """In groups of 32 by worth, from staging: the KV dtype rounds nothing of it first."""
     prompt = random_ids(150)
     options = {"policy": policy, "window": WINDOW} | ({} if policy == "full" else {"budget": 75})
@@ -173,7 +116,7 @@ def test_8_bits_are_close_to_all_of_them_and_fewer_less_so(tmp_path, write_check
 
 
 def test_turns_stay_within_the_budget_and_the_bytes_that_were_promised(
-    tmp_path, write_checkpoint, make_runner, random_ids
+    tmp_path, write_checkpoint, make_runner, random_ids, rendered
 ):
     folder = write_checkpoint(tmp_path / "model", max_position_embeddings=2048)
     runner = make_runner(folder, budget=64, window=WINDOW, kv_bits=4)
@@ -252,8 +195,6 @@ def test_what_cannot_be_is_refused_before_a_weight_is_read(model_folder):
     for bits in (3, 0, 16, True, "4"):
         with pytest.raises(OptionError, match="kv_bits must be one of 8, 4, 2"):
             CacheConfig(kv_bits=bits)
-    with pytest.raises(OptionError, match="kv_bits has no form for the decode policy hold"):
-        CacheConfig(kv_bits=4, decode_policy="hold")
     folder = model_folder()
     (folder / "model.safetensors").write_bytes(b"")
     wanted = (({"step": "graph"}, "step graph"), ({"attention": "triton"}, "packed rows of kv_bits"))

@@ -139,6 +139,8 @@ def planned(engine: Engine, prompt_tokens: int, new_tokens: int, batch: int = 1)
         (1500, 128, "bfloat16", {}, CacheConfig(kv_memory="2MiB")),
         (1500, 128, "bfloat16", {}, CacheConfig(budget="10%", window=64)),
         (1500, 128, "bfloat16", {}, CacheConfig(budget=256, kv_bits=4)),
+        (1500, 128, "bfloat16", {}, CacheConfig(budget=256, kv_bits=4, decode_policy="hold")),
+        (200, 128, "bfloat16", {}, CacheConfig(budget=256, kv_bits=2, decode_policy="hold")),
         (1500, 128, "bfloat16", {}, CacheConfig(policy="full", kv_bits=2)),
         (1500, 128, "bfloat16", {}, CacheConfig(kv_memory="1MiB", kv_bits=8)),
         (1500, 128, "bfloat16", {"model_type": "qwen3"}, CacheConfig(budget=256)),
