@@ -172,11 +172,10 @@ class PackedArena(Arena):
         whole = due & (wanted == GROUP)
         tables = self.keys, self.values, self.position, self.score
         self.packed.append_groups(whole, self.offset[whole], tables)
-        for layer, head in zip(*(at.tolist() for at in due.nonzero()), strict=True):
+        for layer, head in zip(*(at.tolist() for at in (due & ~whole).nonzero()), strict=True):
             count, start = int(wanted[layer, head]), int(self.offset[layer, head])
-            if not whole[layer, head]:
-                self.packed.append(layer, head, *(table[start : start + count] for table in tables))
-            self._drop_oldest(layer, head, count)
+            self.packed.append(layer, head, *(table[start : start + count] for table in tables))
+        self._drop_oldest(due, wanted)
 
     def exchange(self, layer: int, head: int, group: int) -> None:
         """Pack a row's 32 oldest unpacked tokens in place of a packed group; of one behind the last: drop them."""
@@ -184,12 +183,15 @@ class PackedArena(Arena):
             start = int(self.offset[layer, head])
             tables = (self.keys, self.values, self.position, self.score)
             self.packed.write(layer, head, group * GROUP, *(table[start : start + GROUP] for table in tables))
-        self._drop_oldest(layer, head, GROUP)
+        one = np.zeros(self.length.shape, dtype=bool)
+        one[layer, head] = True
+        self._drop_oldest(one, np.full_like(self.length, GROUP))
 
-    def _drop_oldest(self, layer: int, head: int, count: int) -> None:
-        start, length = int(self.offset[layer, head]), int(self.length[layer, head])
-        self.store.move(start + count, start, length - count)
-        self.length[layer, head] = length - count
+    def _drop_oldest(self, rows: np.ndarray, counts: np.ndarray) -> None:
+        """Forget the `counts` oldest unpacked tokens of the rows that `rows` bool `[layers, kv_heads]` says."""
+        starts, left = self.offset[rows], (self.length - counts)[rows]
+        self.store.move_rows(starts + counts[rows], starts, left)
+        self.length[rows] = left
 
     def widened(self, layer: int, head: int, dtype: torch.dtype, extra: int = 1) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values `[held + extra, head_dim]` in a dtype and positions likewise of one row: packed, then not.

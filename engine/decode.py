@@ -150,15 +150,13 @@ def _ragged_attention(
     attention: Attention,
 ) -> Tensor:
     """`_layer_attention` for all n sequences at once: queries and the result `[heads, n, head_dim]`."""
-    rows, full = tables.layer(layer), tables.any_full(layer)
+    rows, full, packed = tables.layer(layer), tables.any_full(layer), tables.packed(layer)
     attention.store_newcomers(rows, new_keys.transpose(0, 1), new_values.transpose(0, 1))
-    out, weights = attention.attend_rows(
-        queries.transpose(0, 1),
-        rows,
-        scale=decoder.scale,
-        sliding=decoder.config.sliding_windows[layer],
-        weights=full,
-    )
+    by_row, sliding = queries.transpose(0, 1), decoder.config.sliding_windows[layer]
+    if packed is not None:
+        assert not full, "packed rows are cut between steps"
+        return attention.attend_packed(by_row, rows, packed, scale=decoder.scale, sliding=sliding).transpose(0, 1)
+    out, weights = attention.attend_rows(by_row, rows, scale=decoder.scale, sliding=sliding, weights=full)
     if weights is not None:
         attention.exchange_least_attended(rows, weights, tables.limit[layer], window=window)
     return out.transpose(0, 1)

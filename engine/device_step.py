@@ -15,12 +15,15 @@ import torch
 from torch import Tensor
 
 from ..cache.arena import Arena
+from ..cache.packed_arena import PackedArena
+from ..cache.packed_store import PackedStore
 from ..cache.store import Store
 from ..cache.transfer import to_device
 from ..errors import BackendError
 from ..models.decoder import Decoder, Layer
 from ..models.products import linear
 from .attention import Attention
+from .attention.packed import PackedPart
 from .attention.rows import Rows
 from .attention.tables import UNLIMITED
 from .device_sampling import DeviceSampler, Kind
@@ -36,19 +39,22 @@ NOBODY = -1  # the length of a row in which no sequence is
 class DeviceState:
     """Everything a step reads and writes beside weights and slots, for up to n sequences; a seat is one's place in it.
 
-    offset, length, limit: int32 `[layers, n, kv_heads]`. position: int32 `[n]`, true positions of the tokens that the
-    next step feeds; token: int64 `[n]`, those tokens; chosen: what came out, NOT_FINITE where it was no number.
-    ring: rotated queries `[layers, n, window + 1, heads, head_dim]` by position modulo window + 1: a step that is
-    undone has then overwritten no query that the window still needs. None without a window.
+    offset, length, limit: int32 `[layers, n, kv_heads]`; the first two again of packed parts, with `packed`. position:
+    int32 `[n]`, true positions of the tokens that the next step feeds; token: int64 `[n]`, those tokens; chosen: what
+    came out, NOT_FINITE where it was no number. ring: rotated queries `[layers, n, window + 1, heads, head_dim]` by
+    position modulo window + 1: a step that is undone has then overwritten no query that the window still needs. None
+    without a window.
     """
 
-    def __init__(self, decoder: Decoder, rows: int, window: int | None, sampler: DeviceSampler) -> None:
+    def __init__(
+        self, decoder: Decoder, rows: int, window: int | None, sampler: DeviceSampler, *, packed: bool = False
+    ) -> None:
         config, device = decoder.config, decoder.device
         self.rows, self.window, self.sampler, self.device = rows, window, sampler, device
-        tables = torch.zeros(3, config.num_layers, rows, config.num_kv_heads, dtype=torch.int32, device=device)
-        self.tables = tables  # offset, length, limit
-        self.offset, self.length, self.limit = tables.unbind(0)
-        self.length.fill_(NOBODY)
+        count = 5 if packed else 3  # as `host_tables` gives them
+        self.tables = torch.zeros(count, config.num_layers, rows, config.num_kv_heads, dtype=torch.int32, device=device)
+        self.offset, self.length, self.limit, *self._packed = self.tables.unbind(0)
+        self.tables[1::3].fill_(NOBODY)  # both lengths
         self.position = torch.zeros(rows, dtype=torch.int32, device=device)
         self.token = torch.zeros(rows, dtype=torch.int64, device=device)
         self.chosen = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -63,11 +69,10 @@ class DeviceState:
     def put(self, row: int, tables: np.ndarray, sequence: Sequence, token: int, picker: Picker) -> None:
         """Give a seat to a sequence whose `token` the next step feeds. Waits for nothing.
 
-        tables: int32 `[3, layers, kv_heads]` on the host, its rows' offsets, lengths and limits.
+        tables: of its rows, see `host_tables`.
         """
         assert sequence.rotary is not None, "decoding follows a prefill"
-        packed = to_device(tables.ravel(), self.device, torch.int32)
-        self.tables[:, :, row] = packed.view(tables.shape)
+        self.place(row, tables)
         self.position[row] = sequence.total  # a fill: its value goes with the launch
         self.token[row] = token
         self.frequencies[row] = sequence.rotary.inverse_frequencies
@@ -77,9 +82,14 @@ class DeviceState:
             slots, queries = sequence.ring.recent(sequence.total, self.window + 1)
             self.ring[:, row].index_copy_(1, slots, queries)
 
+    def place(self, row: int, tables: np.ndarray) -> None:
+        """Say where a seat's rows are. Waits for nothing."""
+        on_device = to_device(tables.ravel(), self.device, torch.int32)
+        self.tables[:, :, row] = on_device.view(tables.shape)
+
     def take(self, row: int) -> None:
         """Leave a seat empty: the row does nothing from the next step on."""
-        self.length[:, row] = NOBODY
+        self.tables[1::3, :, row] = NOBODY
 
     def give_back(self, row: int, sequence: Sequence) -> None:
         """Write the last queries of a seat into its sequence's ring."""
@@ -98,6 +108,13 @@ class DeviceState:
             longest=longest,
         )
 
+    def packed(self, index: int, store: PackedStore | None) -> PackedPart | None:
+        """What is packed of one layer's rows. No work space depends on the rows, so that one graph serves all."""
+        if store is None:
+            return None
+        offset, length = self._packed
+        return PackedPart(store, offset[index], length[index], store.slots)
+
 
 class DeviceStep:
     """The step of one decoder. hold: full rows give up a slot. Raises BackendError where a weight must be converted."""
@@ -112,13 +129,18 @@ class DeviceStep:
             pairs = zip(self._layers, decoder.layers, strict=True)
             self._fused = [FusedLayer(decoder, layer, stored) for layer, stored in pairs]
 
-    def __call__(self, state: DeviceState, store: Store, longest: int, kind: Kind) -> None:
-        """Feed every seat's token and choose its next one. An empty seat changes nothing but its `chosen`."""
+    def __call__(
+        self, state: DeviceState, store: Store, longest: int, kind: Kind, packed: PackedStore | None = None
+    ) -> None:
+        """Feed every seat's token and choose its next one. An empty seat changes nothing but its `chosen`.
+
+        packed: of rows that have a packed part, which grow only; what leaves the window is packed between steps.
+        """
         cos, sin = _angles(state)
         hidden = self.decoder.embed(state.token)  # [n, hidden]
         active = state.length[0, :, 0] >= 0
         run = self._layers_fused if self._fused else self._layers_plain
-        hidden = run(state, store, longest, hidden, cos, sin)
+        hidden = run(state, store, longest, packed, hidden, cos, sin)
         logits = self.decoder.logits(hidden)
         if Kind.LOGITS in kind:
             assert state.logits is not None, "made before the first step of this kind"
@@ -131,7 +153,14 @@ class DeviceStep:
             state.length.add_(state.length >= 0)
 
     def _layers_plain(
-        self, state: DeviceState, store: Store, longest: int, hidden: Tensor, cos: Tensor, sin: Tensor
+        self,
+        state: DeviceState,
+        store: Store,
+        longest: int,
+        packed: PackedStore | None,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
     ) -> Tensor:
         """All layers by the decoder's own arithmetic."""
         decoder, config = self.decoder, self.decoder.config
@@ -147,13 +176,20 @@ class DeviceStep:
                 state.ring[index].index_put_((seats, state.position.long() % (state.window + 1)), by_row)
             rows = state.layer(index, store, longest)
             self.attention.store_newcomers(rows, keys.transpose(0, 1), values.transpose(0, 1))
-            out = self._attend(by_row, rows, index, state)
+            out = self._attend(by_row, rows, index, state, packed)
             hidden = hidden + decoder.attention_output(layer, out.transpose(0, 1))
             hidden += decoder.mlp(layer, decoder.mlp_norm(layer, hidden))
         return hidden
 
     def _layers_fused(
-        self, state: DeviceState, store: Store, longest: int, hidden: Tensor, cos: Tensor, sin: Tensor
+        self,
+        state: DeviceState,
+        store: Store,
+        longest: int,
+        packed: PackedStore | None,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
     ) -> Tensor:
         """The same in about a dozen launches a layer."""
         delta: Tensor | None = None
@@ -161,14 +197,19 @@ class DeviceStep:
             rows = state.layer(index, store, longest)
             normed = fused.add_norm(hidden, delta, mlp=False)
             queries = fused.place(normed, cos, sin, rows, None if state.ring is None else state.ring[index])
-            out = self._attend(queries, rows, index, state)
+            out = self._attend(queries, rows, index, state, packed)
             delta = linear(out.flatten(1), layer.o_proj, layer.o_bias, None)
             delta = fused.mlp(fused.add_norm(hidden, delta, mlp=True))
         return hidden if delta is None else hidden.add_(delta)
 
-    def _attend(self, queries: Tensor, rows: Rows, index: int, state: DeviceState) -> Tensor:
+    def _attend(
+        self, queries: Tensor, rows: Rows, index: int, state: DeviceState, packed: PackedStore | None
+    ) -> Tensor:
         """Attention over rows and newcomers, `[n, heads, head_dim]`; full rows give up a slot with hold."""
-        sliding = self.decoder.config.sliding_windows[index]
+        sliding, part = self.decoder.config.sliding_windows[index], state.packed(index, packed)
+        if part is not None:
+            assert not self.hold, "packed rows are cut between steps"
+            return self.attention.attend_packed(queries, rows, part, scale=self.decoder.scale, sliding=sliding)
         out, weights = self.attention.attend_rows(
             queries, rows, scale=self.decoder.scale, sliding=sliding, weights=self.hold
         )
@@ -203,9 +244,13 @@ def undo(arena: Arena, limit: np.ndarray, position: int) -> None:
 
 
 def host_tables(arena: Arena, limit: np.ndarray | None) -> np.ndarray:
-    """int32 `[3, layers, kv_heads]` for `DeviceState.put`: offsets, lengths and limits."""
+    """int32 `[3, layers, kv_heads]` for `DeviceState.put`: offsets, lengths and limits; `[5, ...]` with the offsets and
+    lengths of packed parts."""
     top = np.full_like(arena.length, UNLIMITED) if limit is None else limit
-    return np.stack([arena.offset, arena.length, top]).astype(np.int32)
+    tables = [arena.offset, arena.length, top]
+    if isinstance(arena, PackedArena):
+        tables += [arena.packed.offset, arena.packed.length]
+    return np.stack(tables).astype(np.int32)
 
 
 def _angles(state: DeviceState) -> tuple[Tensor, Tensor]:

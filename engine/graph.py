@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from ..cache.arena import Arena
+from ..cache.packed_arena import PackedArena
+from ..cache.packed_store import PackedStore
 from ..cache.store import Store
 from ..models.decoder import Decoder
 from .attention import Attention
@@ -70,6 +72,7 @@ class Ahead:
         self._seats: list[Seat | None] = []  # by row
         self._flight: _Flight | None = None
         self._store: weakref.ref[Store] | None = None  # of the replays; no more than that keeps a store alive
+        self._packed: weakref.ref[PackedStore] | None = None  # of the packed parts of rows in it
         self._longest = 0
         self._slot = 0
         self._pinned: list[Tensor] = []
@@ -160,7 +163,7 @@ class Ahead:
             for seat, arena in zip(seats, arenas, strict=True):
                 seat.arena = arena
             if changed:
-                self._use(store)
+                self._use(store, _packed_store_of(seats))
             self._state = self._state_of(max(room, len(seats)), seats)
             self._seats = [None] * self._state.rows
             newcomers = seats
@@ -181,7 +184,8 @@ class Ahead:
         if state is None or (state.ring is None) != (window is None):
             config, device = self._decoder.config, self._decoder.device
             sampler = DeviceSampler(rows, config.vocab_size, self._valid, self._unused, device)
-            state = self._states[rows] = DeviceState(self._decoder, rows, window, sampler)
+            packed = self._packed is not None
+            state = self._states[rows] = DeviceState(self._decoder, rows, window, sampler, packed=packed)
             for key in [key for key in self._replays if key[0] == rows]:
                 del self._replays[key]
         self._pinned = [torch.zeros(rows, dtype=torch.int64) for _ in range(2)]
@@ -190,12 +194,13 @@ class Ahead:
             self._events = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
         return state
 
-    def _use(self, store: Store) -> None:
+    def _use(self, store: Store, packed: PackedStore | None) -> None:
         """Step over another store from now on."""
         if self._replays:
             log.info("the KV arena has changed: the decode graph is captured anew")
         self._drop()
         self._store = weakref.ref(store)
+        self._packed = None if packed is None else weakref.ref(packed)
         slots = store.position.numel()
         mean = slots // (store.layout.num_layers * store.layout.num_kv_heads)
         # Without weights no work space depends on it. It is fixed by the store, so that no prompt is captured for.
@@ -223,6 +228,7 @@ class Ahead:
         kind = Kind.GREEDY
         for seat in seats:
             kind |= seat.kind
+            self._flush(seat)
         self._replay(kind)()
         self._slot ^= 1
         assert self._state is not None
@@ -232,6 +238,15 @@ class Ahead:
         for seat in seats:
             seat.ahead = True
         return _Flight(list(seats), self._slot)
+
+    def _flush(self, seat: Seat) -> None:
+        """Pack what fills a group of a seat's rows, whose host tables are those of the step that comes next."""
+        arena = seat.arena
+        if isinstance(arena, PackedArena) and arena.due.any():
+            arena.flush()
+            assert self._state is not None
+            assert seat.row is not None
+            self._state.place(seat.row, host_tables(arena, seat.sequence.limit))
 
     def _wait(self, flight: _Flight) -> list[int]:
         """The tokens of a step, by row; waits for the copy of these alone."""
@@ -265,12 +280,13 @@ class Ahead:
             if Kind.LOGITS in kind and state.logits is None:
                 vocab = self._decoder.config.vocab_size
                 state.logits = torch.zeros(state.rows, vocab, dtype=torch.float32, device=state.device)
-            longest = self._longest
+            longest, packed_store = self._longest, self._packed
 
             def body() -> None:
-                slots = store()
+                slots, packed = store(), None if packed_store is None else packed_store()
                 assert slots is not None, "a replay has outlived its store"
-                self._step(state, slots, longest, kind)
+                assert packed_store is None or packed is not None, "a replay has outlived its packed store"
+                self._step(state, slots, longest, kind, packed)
 
             replay = self._replays[state.rows, kind] = self._captured(body, state)
             seconds = time.perf_counter() - started
@@ -307,6 +323,12 @@ def _store_of(seats: list[Seat]) -> Store:
     assert len(stores) == len(seats), "a seat came without its arena"
     assert all(store is stores[0] for store in stores), "rows of one batch live in one store"
     return stores[0]
+
+
+def _packed_store_of(seats: list[Seat]) -> PackedStore | None:
+    """Where the packed parts of the seats' rows are."""
+    arena = seats[0].arena
+    return arena.packed.store if isinstance(arena, PackedArena) else None
 
 
 def _sequences(count: int) -> str:

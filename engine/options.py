@@ -160,8 +160,8 @@ CACHE_FLAGS = {
         "N",
     ),
     "decode_policy": Flag(
-        "new tokens: grow keeps them all in reserved room, hold overwrites the slots that are wanted least (32 together "
-        "with --kv-bits)",
+        "new tokens: grow keeps them all in reserved room, hold overwrites the slots that are wanted least (with "
+        "--kv-bits 32 at a time)",
         choices=("grow", "hold"),
     ),
     "hold_by": Flag(
@@ -183,7 +183,7 @@ CACHE_FLAGS = {
     "tau2": Flag("policy cake: temperature of a layer's shift; default by model and budget", number, "X"),
     "gamma": Flag("policy cake: weight of the variance in a token's score; default 200", number, "X"),
     "kv_bits": Flag(
-        "pack kept keys and values in 8, 4 or 2 bits, but for the latest tokens; a GPU then decodes in plain torch",
+        "pack kept keys and values in 8, 4 or 2 bits, but for the latest tokens",
         positive_count,
         "N",
     ),

@@ -181,7 +181,7 @@ class Runner:
     def make_ahead(self) -> Ahead:
         """What decodes ahead with this model and cache. Raises BackendError where it cannot."""
         if self.rule is not None or self.cache.recascade is not None:
-            raise BackendError("a graph has no form of hold_by but for attention at every step, nor of recascade")
+            raise BackendError("a graph holds by attention at every step only: not with hold_by, recascade or kv_bits")
         return Ahead(
             self.decoder,
             self.attention,

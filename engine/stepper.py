@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ONLY_ATTENTION = "holds by attention, or at intervals by most rules"
-NO_PACKED = "has no form for the packed rows of kv_bits"
+NO_PACKED = "has no form for packed rows that are held at their length"
 
 OnWait = Callable[[], None]  # called about ten times a second while something is waited for; it may raise
 
@@ -77,9 +77,9 @@ class GraphStep(EagerStep):
 
 def check_step(wanted: str, device: torch.device, cache: CacheConfig | None = None) -> None:
     """Raise BackendError if a step is wanted where it cannot run whatever the model: before weights are read."""
-    if cache is not None and cache.kv_bits is not None and wanted == "graph":
-        raise BackendError(f"step graph {NO_PACKED}: leave the option step out, or kv_bits")
     rule = None if cache is None else make_hold(cache)
+    if cache is not None and cache.kv_bits is not None and rule is not None and wanted == "graph":
+        raise BackendError(f"step graph {NO_PACKED}: leave the option step out, or kv_bits")
     if rule is not None and wanted in ("compiled", "graph"):
         from .interval_step import is_cut_between
 

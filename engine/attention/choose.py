@@ -84,7 +84,7 @@ def refusal(name: str, setting: Setting) -> str | None:
     """Why a backend cannot run in a setting, None if it can."""
     if name == "sdpa":
         return None
-    if setting.packed:
+    if setting.packed and name == "flash_attn":
         return "it has no form for the packed rows of kv_bits"
     interpreted = name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
     if setting.device.type != "cuda" and not interpreted:

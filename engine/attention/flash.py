@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from . import packed
 from . import rows as plain
 from .rows import Rows
 from .sdpa import SlidingMask
@@ -100,6 +101,8 @@ class FlashAttention:
                     window_size=NO_WINDOW if sliding is None else (sliding - 1, 0),
                 )[0, 0]
         return out, None
+
+    attend_packed = staticmethod(packed.attend_packed)  # never reached: it is not chosen for packed rows
 
     def exchange_least_attended(self, rows: Rows, weights: Tensor, limit: Tensor, *, window: int) -> None:
         """See `rows.exchange_least_attended`; never reached, as there are no weights."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from .packed import PackedPart
     from .rows import Rows
     from .sdpa import SlidingMask
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 class Attention(Protocol):
     """Attention of a prefill and of a decode step. Stateless; query head h reads KV head ``h // (heads // kv_heads)``.
 
-    `ragged`: decode steps go through the three functions over `Rows`, whose tables are on the device and which no
+    `ragged`: decode steps go through the functions over `Rows`, whose tables are on the device and which no
     launch depends on; else through `decode`, a strided view of one layer or row at a time.
     """
 
@@ -61,6 +62,18 @@ class Attention(Protocol):
         weights: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """See `rows.attend_rows`."""
+
+    def attend_packed(
+        self,
+        queries: Tensor,
+        rows: Rows,
+        packed: PackedPart,
+        *,
+        scale: float,
+        sliding: int | None = None,
+        newcomers: int = 1,
+    ) -> Tensor:
+        """See `packed.attend_packed`."""
 
     def exchange_least_attended(self, rows: Rows, weights: Tensor, limit: Tensor, *, window: int) -> None:
         """See `rows.exchange_least_attended`."""

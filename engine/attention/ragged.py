@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 
 from . import triton_decode as kernels
+from .packed import PackedPart
 from .rows import Rows
 from .sdpa import Sdpa
 
@@ -171,11 +172,21 @@ def exchange_least_attended(rows: Rows, weights: Tensor, limit: Tensor, *, windo
 
 
 class RaggedTriton(Sdpa):
-    """Decode steps by the kernels here, prefills by torch's own."""
+    """Decode steps by the kernels here and in `ragged_packed`, prefills by torch's own."""
 
     name = "triton"
     ragged = True
 
     store_newcomers = staticmethod(store_newcomers)
     attend_rows = staticmethod(attend_rows)
+
+    @staticmethod
+    def attend_packed(
+        queries: Tensor, rows: Rows, packed: PackedPart, *, scale: float, sliding: int | None = None, newcomers: int = 1
+    ) -> Tensor:
+        """See `packed.attend_packed`."""
+        from .ragged_packed import attend_packed  # which takes the shapes of pieces from here
+
+        return attend_packed(queries, rows, packed, scale=scale, sliding=sliding, newcomers=newcomers)
+
     exchange_least_attended = staticmethod(exchange_least_attended)

@@ -8,38 +8,26 @@ import torch
 import triton
 from torch import Tensor
 
-from ...cache.packed_store import PackedStore
 from ...cache.quantise import GROUP
 from . import triton_decode, triton_packed
+from .packed import PackedPart
 from .ragged import TOGETHER, block_columns, most_pieces, next_power
 from .rows import Rows
 
 
 def attend_packed(
-    queries: Tensor,
-    rows: Rows,
-    store: PackedStore,
-    offset: Tensor,
-    length: Tensor,
-    longest: int,
-    *,
-    scale: float,
-    sliding: int | None = None,
-    newcomers: int = 1,
+    queries: Tensor, rows: Rows, packed: PackedPart, *, scale: float, sliding: int | None = None, newcomers: int = 1
 ) -> Tensor:
-    """Attention `[batch, heads, head_dim]` of new tokens over packed rows and the rest of them, in one softmax.
-
-    rows: the rest, see `rows.attend_rows`. offset, length: int32 `[batch, kv_heads]` on the device, of the packed rows
-    in slots of the store, offsets whole groups; a packed row may be empty. longest: no packed row is longer.
-    """
+    """See `packed.attend_packed`. Three launches; fp32 inside but for the products."""
     batch, heads, head_dim = queries.shape
+    store, offset, length = packed.store, packed.offset, packed.length
     assert offset.is_contiguous(), "tables are flat"
     assert length.is_contiguous(), "tables are flat"
     queries = queries.contiguous()
     group, device = heads // rows.kv_heads, queries.device
     most = most_pieces(rows.kv_heads)
     block, packed_block = block_columns(head_dim, rows.keys.dtype), max(GROUP, block_columns(head_dim, torch.float32))
-    behind = max(1, min(most, -(-longest // packed_block)))  # pieces of packed rows
+    behind = max(1, min(most, -(-packed.longest // packed_block)))  # pieces of packed rows
     pieces = behind + max(1, min(most, -(-rows.longest // block)))
     partial = torch.empty(batch * heads, pieces, head_dim, dtype=torch.float32, device=device)
     peak = torch.full((batch * heads, pieces), -math.inf, dtype=torch.float32, device=device)

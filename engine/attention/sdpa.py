@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from . import packed as plain_packed
 from . import rows as plain
 
 WIDTH = 64  # keys; see `_attend_before`
@@ -201,4 +202,5 @@ class Sdpa:
 
     store_newcomers = staticmethod(plain.store_newcomers)
     attend_rows = staticmethod(plain.attend_rows)
+    attend_packed = staticmethod(plain_packed.attend_packed)
     exchange_least_attended = staticmethod(plain.exchange_least_attended)

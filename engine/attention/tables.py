@@ -6,7 +6,9 @@ import numpy as np
 import torch
 
 from ...cache.arena import Arena
+from ...cache.packed_arena import PackedArena
 from ...cache.transfer import to_device
+from .packed import PackedPart
 from .rows import Rows
 
 UNLIMITED = np.iinfo(np.int32).max
@@ -28,15 +30,20 @@ class RowTables:
             np.full_like(arena.length, UNLIMITED) if limit is None else limit
             for arena, limit in zip(arenas, limits, strict=True)
         ]
-        stacked = np.stack([np.stack(table, 1) for table in ([arena.offset for arena in arenas], lengths, tops)])
+        tables = [[arena.offset for arena in arenas], lengths, tops]
+        packed_rows = [arena.packed for arena in arenas if isinstance(arena, PackedArena)]
+        if packed_rows:
+            tables += [[rows.offset for rows in packed_rows], [rows.length for rows in packed_rows]]
+        stacked = np.stack([np.stack(table, 1) for table in tables])
         assert int(stacked.max(initial=0)) <= UNLIMITED, "slots are counted in 32 bits"
         packed = np.concatenate([stacked.astype(np.int32).ravel(), np.array(positions, dtype=np.int32)])
         on_device = to_device(packed, self.store.device, torch.int32)
-        tables = on_device[: stacked.size].view(stacked.shape)
-        self.offset, self.length, self.limit = tables.unbind(0)  # [layers, batch, kv_heads]
+        self.offset, self.length, self.limit, *packed_tables = on_device[: stacked.size].view(stacked.shape).unbind(0)
         self.query_position = on_device[stacked.size :]
         self._full = stacked[1] >= stacked[2]
         self.longest = max(int(max(arena.capacity.max(), arena.length.max() + 1)) for arena in arenas)
+        self._packed_store, self._packed = (packed_rows[0].store if packed_rows else None), packed_tables
+        self._longest_packed = max((int(rows.length.max()) for rows in packed_rows), default=0)
 
     def layer(self, index: int) -> Rows:
         """One layer's rows; its lengths are a view that `exchange_least_attended` writes to."""
@@ -49,6 +56,13 @@ class RowTables:
             query_position=self.query_position,
             longest=self.longest,
         )
+
+    def packed(self, index: int) -> PackedPart | None:
+        """What is packed of one layer's rows, None where nothing is."""
+        if self._packed_store is None:
+            return None
+        offset, length = self._packed
+        return PackedPart(self._packed_store, offset[index], length[index], self._longest_packed)
 
     def any_full(self, index: int) -> bool:
         """Whether a row of the layer has to give up a slot in this step."""

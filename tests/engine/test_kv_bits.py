@@ -197,7 +197,11 @@ def test_what_cannot_be_is_refused_before_a_weight_is_read(model_folder):
             CacheConfig(kv_bits=bits)
     folder = model_folder()
     (folder / "model.safetensors").write_bytes(b"")
-    wanted = (({"step": "graph"}, "step graph"), ({"attention": "triton"}, "packed rows of kv_bits"))
+    wanted = (
+        ({"step": "graph"}, "needs a CUDA device"),
+        ({"attention": "flash_attn"}, "packed rows of kv_bits"),
+        ({"step": "graph", "decode_policy": "hold"}, "packed rows that are held"),
+    )
     for options, reason in wanted:
         with pytest.raises(BackendError, match=reason):
             Engine.load(folder, kv_bits=4, device="cpu", **options)

@@ -8,6 +8,8 @@ import pytest
 import torch
 from cake_infer.cache.layout import ArenaLayout
 from cake_infer.cache.packed_store import PackedStore
+from cake_infer.engine.attention import packed
+from cake_infer.engine.attention.packed import PackedPart
 from cake_infer.engine.attention.rows import Rows
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -65,7 +67,10 @@ def test_attention_over_both_parts_is_that_of_one_softmax(bits, dim, dtype, slid
     queries = torch.randn(2, 2 * group, dim, generator=generator).to(dtype)
     packed_length[1, 0] = -1  # a row that does nothing
     out = ragged_packed.attend_packed(
-        queries, rows, store, packed_offset, packed_length, 320, scale=dim**-0.5, sliding=sliding
+        queries, rows, PackedPart(store, packed_offset, packed_length, 320), scale=dim**-0.5, sliding=sliding
+    )
+    plain = packed.attend_packed(
+        queries.double(), rows, PackedPart(store, packed_offset, packed_length, 320), scale=dim**-0.5, sliding=sliding
     )
     groups = torch.arange(544) // 32
     wide = dim // store.value_scale.shape[1]
@@ -81,13 +86,13 @@ def test_attention_over_both_parts_is_that_of_one_softmax(bits, dim, dtype, slid
                 assert torch.all(out[sequence, mine] == 0)
                 continue
             start, first = int(packed_offset[sequence, head]), int(offset[sequence, head])
-            packed = slice(start, start + int(packed_length[sequence, head]))
+            behind_it = slice(start, start + int(packed_length[sequence, head]))
             rest = slice(first, first + n + 1)
             both = (
-                torch.cat([all_keys[packed], keys[rest].double()]),
-                torch.cat([all_values[packed], values[rest].double()]),
+                torch.cat([all_keys[behind_it], keys[rest].double()]),
+                torch.cat([all_values[behind_it], values[rest].double()]),
             )
-            where = torch.cat([store.position[packed], position[rest]])
+            where = torch.cat([store.position[behind_it], position[rest]])
             logits = queries[sequence, mine].double() @ both[0].T * dim**-0.5
             if sliding is not None:
                 hidden = where <= int(query_position[sequence]) - sliding
@@ -95,3 +100,4 @@ def test_attention_over_both_parts_is_that_of_one_softmax(bits, dim, dtype, slid
                 logits[:, hidden] = -math.inf
             wanted = torch.softmax(logits, -1) @ both[1]
             torch.testing.assert_close(out[sequence, mine].double(), wanted, rtol=0, atol=TOLERANCE[dtype])
+            torch.testing.assert_close(plain[sequence, mine], wanted, rtol=0, atol=1e-5)

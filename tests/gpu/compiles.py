@@ -76,6 +76,7 @@ def launch() -> None:
     from cake_infer.cache.packed_store import PackedStore
     from cake_infer.cache.store import Store
     from cake_infer.cache.view import LayerView
+    from cake_infer.engine.attention.packed import PackedPart
     from cake_infer.engine.attention.ragged import RaggedTriton, store_newcomers
     from cake_infer.engine.attention.ragged_packed import attend_packed
     from cake_infer.engine.attention.rows import Rows
@@ -126,7 +127,8 @@ def launch() -> None:
         numbers = torch.zeros(40, dim, dtype=dtype)
         rows = Rows(numbers, numbers, torch.zeros(40, dtype=torch.int32), table, table, table[:, 0].contiguous(), 20)
         store = PackedStore(ArenaLayout(1, 2, dim, dtype, dtype, kv_bits=bits, window=8), 64)
-        attend_packed(torch.zeros(1, 8, dim, dtype=dtype), rows, store, table, table, 3000, scale=0.1, sliding=sliding)
+        part = PackedPart(store, table, table, 3000)
+        attend_packed(torch.zeros(1, 8, dim, dtype=dtype), rows, part, scale=0.1, sliding=sliding)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for sliding in (None, 7):
             view = LayerView(

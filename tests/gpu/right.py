@@ -21,6 +21,7 @@ CACHES = {
     "grow": {"policy": "cake"},
     "hold": {"policy": "cake", "decode_policy": "hold"},
     "full": {"policy": "full"},
+    "packed": {"policy": "cake", "kv_bits": 4},
 }
 # each is compiled anew, some seconds in all
 SHAPES = {  # head_dim and query heads of a KV head
@@ -107,6 +108,7 @@ def _packed(check: Check, bits: int, dtype: torch.dtype, head_dim: int, most: in
     from cake_infer.cache.layout import ArenaLayout
     from cake_infer.cache.packed_store import PackedStore
     from cake_infer.cache.quantise import pack_keys, pack_values, whole_groups, widen_keys, widen_values
+    from cake_infer.engine.attention.packed import PackedPart
     from cake_infer.engine.attention.ragged_packed import attend_packed
     from cake_infer.engine.attention.rows import Rows
 
@@ -145,7 +147,7 @@ def _packed(check: Check, bits: int, dtype: torch.dtype, head_dim: int, most: in
     )
     queries = normal(2, 2 * group, head_dim)
     scale = head_dim**-0.5
-    out = attend_packed(queries, rows, store, offset.to(device), length.to(device), most, scale=scale)
+    out = attend_packed(queries, rows, PackedPart(store, offset.to(device), length.to(device), most), scale=scale)
     error = 0.0
     for index, (keys, values) in enumerate(numbers):
         sequence, head = divmod(index, 2)
@@ -190,7 +192,10 @@ def ids(check: Check) -> None:
     decoder = check.decoder(scale.small, "float32")
     for cache, options in CACHES.items():
         for kind, choice in {"greedy": {}, "sampled": {"temperature": 0.8, "top_p": 0.9, "top_k": 50}}.items():
-            if (cache, kind) == ("full", "sampled") or (scale.dry and (cache, kind) != ("hold", "sampled")):
+            dry = ("hold", "sampled"), ("packed", "greedy")
+            if (cache, kind) in (("full", "sampled"), ("packed", "sampled")) or (
+                scale.dry and (cache, kind) not in dry
+            ):
                 continue
             plan = generation(max_new_tokens=scale.new_tokens, repetition_penalty=1.1, **choice)
             evicting = {"budget": min(128, scale.budget), **options}
