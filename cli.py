@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None, load: Callable[..., Any] | None = No
         args = parser.parse_args(words)
         try:
             if hasattr(module, "conflict") and (conflict := module.conflict(args, given_flags(parser, words))):
-                parser.error(conflict)
+                parser.error(spell_flags(conflict))
             check_options(args)
         except OptionError as error:
             parser.error(spell_flags(str(error)))

@@ -74,17 +74,18 @@ class CacheConfig:
         if self.schedule is not None:
             _check_choice("schedule", self.schedule, tuple(SCHEDULES))
         if self.window is not None and (not _is_int(self.window) or self.window < 1):
-            raise OptionError(f"the window must be a whole number of at least 1 token, not {self.window!r}")
+            raise OptionError(f"the option window must be a whole number of at least 1 token, not {self.window!r}")
         for name, tau in (("tau1", self.tau1), ("tau2", self.tau2)):
             if tau is not None and not (_is_number(tau) and tau > 0):
-                raise OptionError(f"{name} must be a number above 0, not {tau!r}")
+                raise OptionError(f"the option {name} must be a number above 0, not {tau!r}")
         if self.gamma is not None and not (_is_number(self.gamma) and self.gamma >= 0):
-            raise OptionError(f"gamma must be a number of at least 0, not {self.gamma!r}")
+            raise OptionError(f"the option gamma must be a number of at least 0, not {self.gamma!r}")
         if not _is_int(self.pool) or self.pool < 1 or self.pool % 2 == 0:
             raise OptionError(f"the pooling width must be an odd whole number of at least 1, not {self.pool!r}")
         if self.hold_by is not None and self.decode_policy != "hold":
             raise OptionError(
-                f"hold_by has no effect with the decode policy {self.decode_policy}: choose hold, or leave it out"
+                f"the option hold_by has no effect with the decode policy {self.decode_policy}: "
+                "choose hold, or leave it out"
             )
         if self.recascade is not None:
             self._check_recascade()
@@ -141,8 +142,10 @@ class CacheConfig:
         }
         for name, value in fields.items():
             if value is not None and options.setdefault(name, value) is not value:
-                raise OptionError(f"{name} is given twice, as itself and as a policy option")
-        hold, *hold_options = [part.strip() for part in (self.hold_by or "attention").split(",")]
+                raise OptionError(f"the option {name} is given twice, as itself and as a policy option")
+        hold, *hold_options = [
+            part.strip() for part in ("attention" if self.hold_by is None else self.hold_by).split(",")
+        ]
         return choose(
             self.policy,
             indicator=self.indicator,
@@ -158,8 +161,8 @@ class CacheConfig:
     def _check_bits(self) -> None:
         if not _is_int(self.kv_bits) or self.kv_bits not in KV_BITS:
             raise OptionError(
-                f"kv_bits must be one of {', '.join(map(str, KV_BITS))}, not {self.kv_bits!r}: leave it out to keep 16 "
-                "or 32 bits"
+                f"the option kv_bits must be one of {', '.join(map(str, KV_BITS))}, not {self.kv_bits!r}: leave it out "
+                "to keep 16 or 32 bits"
             )
         if self.decode_policy == "hold":
             self._check_packed_hold()
@@ -168,30 +171,35 @@ class CacheConfig:
         """Packed rows give up groups of 32 tokens, by what these are worth together when it is time."""
         if self.recascade is not None:
             raise OptionError(
-                "recascade moves single slots from layer to layer and has no form for kv_bits: leave one of the two out"
+                "the option recascade moves single slots from layer to layer and has no form for the option kv_bits: "
+                "leave one of the two out"
             )
         choice = self.choice
         if choice is None or choice.hold is None:
             return  # refused with the budget that is missing
         if choice.hold.name not in PACKED_HOLDS:
             raise OptionError(
-                f"hold by {choice.hold.name} has no form for kv_bits, with which groups of {KV_GROUP} tokens "
-                f"are given up by the attention they get then: hold by {', '.join(PACKED_HOLDS)}, or leave kv_bits out"
+                f"hold by {choice.hold.name} has no form for the option kv_bits, with which groups of {KV_GROUP} "
+                f"tokens are given up by the attention they get then: hold by {', '.join(PACKED_HOLDS)}, or leave it out"
             )
         given = parse_given(self.policy_options) | parse_given((self.hold_by or "").split(",")[1:])
         if "interval" in given and choice.spare != KV_GROUP:
             raise OptionError(
-                f"packed rows are cut every {KV_GROUP} tokens, not every {choice.spare}: leave interval out, or kv_bits"
+                f"packed rows are cut every {KV_GROUP} tokens, not every {choice.spare}: leave interval out, or the "
+                "option kv_bits"
             )
 
     def _check_recascade(self) -> None:
         """What is measured again must be what CAKE shares by, and rows must hold their lengths one by one."""
         every = self.recascade
         if not _is_int(every) or every is None or every < 1:
-            raise OptionError(f"recascade must be a whole number of at least 1 new token, not {self.recascade!r}")
+            raise OptionError(
+                f"the option recascade must be a whole number of at least 1 new token, not {self.recascade!r}"
+            )
         if self.decode_policy != "hold":
             raise OptionError(
-                f"recascade has no effect with the decode policy {self.decode_policy}: choose hold, or leave it out"
+                f"the option recascade has no effect with the decode policy {self.decode_policy}: "
+                "choose hold, or leave it out"
             )
         choice = self.choice
         if choice is None:
@@ -206,8 +214,8 @@ class CacheConfig:
         for what, is_wrong in wrong.items():
             if is_wrong:
                 raise OptionError(
-                    f"recascade measures CAKE's preferences again and has no form for {what}: take the policy cake and "
-                    "hold by attention, or leave recascade out"
+                    f"the option recascade measures CAKE's preferences again and has no form for {what}: take the "
+                    "policy cake and hold by attention, or leave it out"
                 )
 
     def _refuse_unused(self) -> None:
@@ -228,7 +236,9 @@ class CacheConfig:
         }
         for name, is_given in given.items():
             if is_given:
-                raise OptionError(f"{name} has no effect with the policy full, which keeps everything: leave it out")
+                raise OptionError(
+                    f"the option {name} has no effect with the policy full, which keeps everything: leave it out"
+                )
         if self.decode_policy == "grow" and Budget.parse(self.budget) != Budget(count=DEFAULT_BUDGET):
             raise OptionError(f"the policy {self.policy} keeps everything, a budget has no effect: leave it out")
 

@@ -65,9 +65,9 @@ class GenerationConfig:
         _check_int("logprobs", self.logprobs, 0)
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stop, (tuple, list)) or not all(isinstance(text, str) for text in stop):
-            raise OptionError(f"stop must be a text or a list of texts, not {self.stop!r}")
+            raise OptionError(f"the option stop must be a text or a list of texts, not {self.stop!r}")
         if "" in stop:
-            raise OptionError("stop holds an empty text, which would end every reply at once; leave it out")
+            raise OptionError("the option stop holds an empty text, which would end every reply at once; leave it out")
         object.__setattr__(self, "stop", tuple(stop))
 
     @property
@@ -143,16 +143,16 @@ def _check_int(name: str, value: object, low: int, high: int | None = None) -> N
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):
-        raise OptionError(f"{name} must be a whole number, not {value!r}")
+        raise OptionError(f"the option {name} must be a whole number, not {value!r}")
     if value < low or (high is not None and value > high):
         expected = f"{low} or more" if high is None else f"between {low} and {high}"
-        raise OptionError(f"{name} must be {expected}, not {value}")
+        raise OptionError(f"the option {name} must be {expected}, not {value}")
 
 
 def _check_float(name: str, value: object, low: float, high: float, expected: str, *, low_open: bool = False) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise OptionError(f"{name} must be a number, not {value!r}")
+        raise OptionError(f"the option {name} must be a number, not {value!r}")
     if not math.isfinite(value) or value < low or value > high or (low_open and value == low):
-        raise OptionError(f"{name} must be {expected}, not {value}")
+        raise OptionError(f"the option {name} must be {expected}, not {value}")

@@ -55,18 +55,18 @@ class EngineOptions:
         for name in ("threads", "context", "chunk"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise OptionError(f"{name} must be a whole number, not {value!r}")
+                raise OptionError(f"the option {name} must be a whole number, not {value!r}")
             if value is not None and value < 1:
-                raise OptionError(f"{name} must be at least 1, not {value}")
+                raise OptionError(f"the option {name} must be at least 1, not {value}")
         if self.threads is not None and self.threads > MOST_THREADS:
-            raise OptionError(f"threads must be at most {MOST_THREADS:,}, not {self.threads:,}")
+            raise OptionError(f"the option threads must be at most {MOST_THREADS:,}, not {self.threads:,}")
         choices = {"dtype": DTYPES, "attention": ATTENTION, "step": STEPS, "quant": QUANTS, "tuning": TUNING}
         for name, known in choices.items():
             value = getattr(self, name)
             if value not in known and not (value is None and name in ("dtype", "quant")):
-                raise OptionError(f"{name} must be one of {', '.join(known)}, not {value!r}")
+                raise OptionError(f"the option {name} must be one of {', '.join(known)}, not {value!r}")
         if self.device is not None and not (isinstance(self.device, str) and _DEVICE.fullmatch(self.device)):
-            raise OptionError(f"device must be cpu, cuda or cuda:N, not {self.device!r}")
+            raise OptionError(f"the option device must be cpu, cuda or cuda:N, not {self.device!r}")
         if self.quant is not None and self.dtype is not None:
             raise OptionError(
                 f"weights are stored either as {self.quant} or as {self.dtype}: give one of the option quant and "
@@ -127,9 +127,9 @@ def whole(text: str) -> int:
 
 
 def not_empty(text: str) -> str:
-    """A text that says something."""
+    """A text that says something: an empty one, as of a variable that is not set, is a mistake and no default."""
     if not text:
-        raise argparse.ArgumentTypeError("an empty text")
+        raise argparse.ArgumentTypeError("the value is empty")
     return text
 
 
@@ -231,14 +231,17 @@ ENGINE_FLAGS = {
 NOT_FLAGS = {"pool"}
 
 
-def flag_name(field: str, flag: Flag) -> str:
-    """`--max-tokens` for `max_new_tokens`, else the field's own name with dashes."""
-    return flag.name or "--" + field.replace("_", "-")
+_RENAMED = {
+    field: flag.name
+    for flags in (ENGINE_FLAGS, CACHE_FLAGS, GENERATION_FLAGS)
+    for field, flag in flags.items()
+    if flag.name
+}
 
 
-FLAG_NAMES = {
-    field: flag_name(field, flag) for field, flag in {**ENGINE_FLAGS, **CACHE_FLAGS, **GENERATION_FLAGS}.items()
-} | {name: "--" + name.replace("_", "-") for name in ("revision", "host", "port", "api_key", "public", "arena")}
+def flag_of(option: str) -> str:
+    """`--max-tokens` for `max_new_tokens`, else the option's own name with dashes."""
+    return _RENAMED.get(option) or "--" + option.replace("_", "-")
 
 
 def add_flags(
@@ -260,7 +263,7 @@ def add_flags(
         if flag.repeat:
             arguments["action"] = "append"
             arguments["default"] = None
-        parser.add_argument(flag_name(field.name, flag), type=flag.parse, **arguments)
+        parser.add_argument(flag_of(field.name), type=flag.parse, **arguments)
 
 
 def from_args(cls: type[Options], args: argparse.Namespace) -> Options:
@@ -280,14 +283,18 @@ def check_options(args: argparse.Namespace) -> None:
     The one place where the command line learns of them, before anything is read; what turns out later is an error of
     the run.
     """
-    try:
-        for cls in (EngineOptions, CacheConfig, GenerationConfig):
-            from_args(cls, args)
-    except OptionError as error:
-        name, _, rest = str(error).partition(" ")  # many begin with the field that they are about
-        raise type(error)(f"{FLAG_NAMES.get(name, name)} {rest}") from None
+    for cls in (EngineOptions, CacheConfig, GenerationConfig):
+        from_args(cls, args)
+
+
+def spell_options(message: str, spell: Callable[[str], str]) -> str:
+    """A message of the library, which says `the option NAME` of whatever it names, as people write it where they are.
+
+    The library does not know whether an option came as a keyword, a flag or a field: whoever shows its messages does.
+    """
+    return re.sub(r"\bthe option ([a-z][a-z0-9_]*)\b", lambda match: spell(match[1]), message)
 
 
 def spell_flags(message: str) -> str:
-    """A message of the library as people at a command line write it: `the option rope_scaling` is `--rope-scaling`."""
-    return re.sub(r"\bthe option ([a-z0-9_]+)\b", lambda match: FLAG_NAMES.get(match[1], match[0]), message)
+    """A message as people at a command line write it: `the option rope_scaling` is `--rope-scaling`."""
+    return spell_options(message, flag_of)

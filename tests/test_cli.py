@@ -384,6 +384,12 @@ def test_a_new_field_of_a_config_cannot_be_forgotten_on_the_command_line() -> No
         ["--prompt", "x", "--cache", "a.cake", "--decode-policy", "hold", "--recascade", "9"],
         ["--prompt", "x", "--recascade", "9"],
         ["--prompt", "x", "--hold-by", "h2o"],
+        ["--prompt", "x", "--hold-by", ""],
+        ["--prompt", "x", "--policy", "full", "--merge", "none"],
+        ["--prompt", "x", "--policy", "full", "--kv-bits", "4", "--budget", "64"],
+        ["inspect", "--raw", "--system", "x"],
+        ["inspect", "--prompt-file", "-", "--prompt-file", "-"],
+        ["inspect", "--random-weights", "c.json", "--model", "m"],
         ["--prompt", "x", "--policy", "full", "--policy-option", "gamma=200"],
         ["--prompt", "x", "--policy", "snapkv", "--gamma", "200"],
         ["--prompt", "x", "--allocation", "uniform", "--tau1", "1"],
@@ -399,6 +405,7 @@ def test_a_flag_that_would_have_no_effect_is_refused(arguments: list[str], run: 
     assert seen.code == 2
     assert seen.err.startswith("error: --")
     assert seen.err.count("\n") == 1
+    assert words_of_the_library(seen.err) == []
     assert seen.engine.calls == []
 
 
@@ -448,7 +455,16 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(arguments: list[str], 
         ["--budget", "5MiB"],
         ["--policy", "magic"],
         ["--indicator", "magic"],
+        ["--indicator", ""],
+        ["--allocation", ""],
+        ["--heads", ""],
+        ["--merge", ""],
         ["--decode-policy", "hold", "--hold-by", "magic"],
+        ["--decode-policy", "hold", "--hold-by", ""],
+        ["--decode-policy", "hold", "--recascade", "8", "--policy", "snapkv"],
+        ["--kv-bits", "3"],
+        ["--policy-option", "gamma=1", "--gamma", "2"],
+        ["--policy-option", "gamma=1", "--policy-option", "gamma=2"],
         ["--policy-option", "sinks"],
         ["--policy-option", "sinks=4"],
         ["--gamma", "-1"],
@@ -481,6 +497,7 @@ def test_a_wrong_value_is_one_line_and_exit_code_2_before_anything_is_read(
     assert "there-is-none" not in seen.err
     assert "--help" in seen.err
     assert seen.err.count("\n") == 1
+    assert words_of_the_library(seen.err) == []
     assert seen.engine.calls == []
 
 
@@ -520,7 +537,31 @@ def test_options_in_messages_are_spelled_as_flags_here_and_as_names_in_the_libra
     with pytest.raises(BudgetError, match=r"goes to the option kv_memory$"):
         CacheConfig(budget="5MiB")
     assert "goes to --kv-memory;" in run("--prompt", "x", "--budget", "5MiB").err
-    assert spell_flags("set the option max_new_tokens, the option of_none") == "set --max-tokens, the option of_none"
+    assert spell_flags("set the option max_new_tokens, or the option kv_bits") == "set --max-tokens, or --kv-bits"
+
+
+def words_of_the_library(message: str) -> list[str]:
+    """What only somebody who writes Python would know."""
+    names = [field.name for cls in (CacheConfig, GenerationConfig, EngineOptions) for field in fields(cls)]
+    return re.findall(
+        "|".join([r"the option [a-z]\w*", r"\w+Config\(", *(name for name in names if "_" in name)]), message
+    )
+
+
+def test_every_option_that_a_message_names_is_a_flag_of_some_command() -> None:
+    root = Path(cli.__file__).parent
+    texts = [
+        text for part in ("cache", "engine", "models") for path in (root / part).rglob("*.py") for text in strings(path)
+    ]
+    named = {match for text in texts for match in re.findall(r"\bthe option ([a-z][a-z0-9_]*)\b", text)}
+    assert len(named) >= 20
+    flags = {
+        flag
+        for command in (None, *cli.COMMANDS)
+        for a in cli.build_parser(command)._actions
+        for flag in a.option_strings
+    }
+    assert {name for name in named if spell_flags(f"the option {name}") not in flags} == set()
 
 
 def strings(path: Path) -> list[str]:

@@ -46,7 +46,7 @@ class TableAllocation:
     def create(cls, model: PolicyModel, budget: int, *, table: str | None, kind: str, beta: float) -> TableAllocation:
         """Raises OptionError for a file that is missing, cannot be read, or is not of this model."""
         if table is None:
-            raise OptionError("the allocation table needs the option table: the path of a JSON or safetensors file")
+            raise OptionError("the allocation table needs the policy option table=PATH: a JSON or safetensors file")
         values = read_table(Path(table).expanduser())
         if len(values) != model.num_layers:
             raise OptionError(f"the table {table} has {len(values)} layers and the model {model.num_layers}")

@@ -39,7 +39,7 @@ class GateIndicator:
     def create(cls, model: PolicyModel, budget: int, *, file: str | None) -> GateIndicator:
         """Raises OptionError if the file is missing, broken, or made for another model."""
         if file is None:
-            raise OptionError("the policy gate needs the option file: a safetensors file of trained gates")
+            raise OptionError("the policy gate needs the policy option file=PATH: a safetensors file of trained gates")
         weights: list[Tensor] = []
         biases: list[Tensor | None] = []
         try:

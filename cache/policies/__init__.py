@@ -132,15 +132,15 @@ def choose(
     if policy not in POLICIES or policy == "full":
         raise OptionError(f"unknown policy {policy!r}: choose one of {', '.join(POLICIES)}")
     named = NAMED.get(policy) or Named(policy)
-    sharing = _find("allocation", allocation or named.allocation, ALLOCATIONS)
+    sharing = _find("allocation", named.allocation if allocation is None else allocation, ALLOCATIONS)
     kept = named.heads != "equal" and named.heads in sharing.heads  # else what the allocation usually goes with
-    over_heads = heads or (named.heads if kept else sharing.heads[0])
+    over_heads = heads if heads is not None else named.heads if kept else sharing.heads[0]
     given = dict(options or {})
     parts = {
-        "indicator": _find("indicator", indicator or named.indicator, INDICATORS),
+        "indicator": _find("indicator", named.indicator if indicator is None else indicator, INDICATORS),
         "allocation": sharing,
         "heads": _find("rule over heads", over_heads, HEADS),
-        "merge": _find("merge", merge or named.merge, MERGES),
+        "merge": _find("merge", named.merge if merge is None else merge, MERGES),
     }
     if over_heads not in sharing.heads:
         goes = " or ".join(sharing.heads)
@@ -189,7 +189,7 @@ def choose(
             exist = ", ".join(option.name for option in parts["hold"].options)
             raise OptionError(f"the hold rule {hold} has no option {name!r}: it has {exist}")
         if name in given:
-            raise OptionError(f"the option {name} of the hold rule {hold} is given twice")
+            raise OptionError(f"{name} of the hold rule {hold} is given twice")
         found["hold"][name] = option.read(value)
     if hold is not None:
         interval = found["hold"]["interval"]

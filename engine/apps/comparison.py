@@ -16,7 +16,7 @@ from ..evaluation.combination import Combination, budgets, combinations, merging
 from ..evaluation.ledger import KEY
 from ..options import positive_count
 from .console import Console
-from .loading import DEFAULT_MODEL, add_model_arguments
+from .loading import DEFAULT_MODEL, add_model_arguments, weights_conflict
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -147,10 +147,8 @@ class Comparison:
 
 def comparison_conflict(args: argparse.Namespace, given: set[str], *, real_runs: bool = False) -> str | None:
     """Why these flags do not go together, or None. real_runs: every policy runs as it would outside of a comparison."""
-    if args.random_weights is not None:
-        for name in ("model", "revision"):
-            if name in given:
-                return f"--{name} has no effect with --random-weights"
+    if conflict := weights_conflict(args, given):
+        return conflict
     if args.own_windows and "window" in given:
         return "--window and --own-windows both set the windows: give one"
     comparison = Comparison.of(args)

@@ -19,6 +19,7 @@ from .loading import (
     pieces_conflict,
     usage_conflict,
 )
+from .prompt import add_prompt_arguments, prompt_conflict, read_prompt
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -35,16 +36,7 @@ question."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = f"{parser.description}\n\n{COST}"
     text = parser.add_argument_group("document")
-    text.add_argument(
-        "--prompt-file",
-        metavar="FILE",
-        action="append",
-        help="a UTF-8 document, - for standard input; may be given several times",
-    )
-    text.add_argument("--system", metavar="TEXT", help="the system prompt")
-    text.add_argument(
-        "--raw", action="store_true", help="read the text as it stands, without chat template; control tokens count"
-    )
+    add_prompt_arguments(text, "read the text as it stands", question=False)
     text.add_argument(
         "-o", "--output", metavar="FILE", required=True, help="the file to write, in place of one that may be there"
     )
@@ -61,10 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def conflict(args: argparse.Namespace, given: set[str]) -> str | None:
     """Why these flags do not go together, or None."""
-    if args.raw and args.system is not None:
-        return "--system has no effect with --raw: write it into the text"
-    if args.prompt_file and args.prompt_file.count("-") > 1:
-        return "--prompt-file - can be given once: standard input is read once"
+    if clash := prompt_conflict(args):
+        return clash
     if args.output in ("", "-"):
         return "-o needs a file: what is kept is written there"
     args.decode_policy, args.hold_by = "grow", None
@@ -76,11 +66,9 @@ def run(args: argparse.Namespace, load: Load | None = None) -> int:
     from ...cache.budget import size_text
     from ...cache.snapshot import check_target
     from ..statistics import Statistics
-    from .prompt import read_prompt
 
     with Console(quiet=args.quiet, verbose=args.verbose) as console:
         target = check_target(args.output)
-        args.prompt, args.prompt_tokens = None, None
         prompt = read_prompt(args, console)
         if prompt is None or not (prompt.text or args.raw):
             raise PromptError("there is no document: give --prompt-file FILE or text on standard input")

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from ..options import FLAG_NAMES, UsageError, positive_count
+from ..options import UsageError, flag_of, positive_count
 from .console import Console
 from .loading import (
     USELESS_WHEN_FULL,
@@ -20,29 +20,19 @@ from .loading import (
     pieces_conflict,
     usage_conflict,
 )
+from .prompt import Prompt, add_prompt_arguments, prompt_conflict, read_prompt
 from .reply import INTERRUPTED, Reply
 
 if TYPE_CHECKING:
     from ..document import Document
     from ..engine import Engine
     from ..generation import GenerationConfig
-    from .prompt import Prompt
     from .streamed import StreamedPrompt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = parser.add_argument_group("prompt")
-    text.add_argument("--prompt", metavar="TEXT", help="the question; it follows the documents after a blank line")
-    text.add_argument(
-        "--prompt-file",
-        metavar="FILE",
-        action="append",
-        help="a UTF-8 document, - for standard input; may be given several times",
-    )
-    text.add_argument("--system", metavar="TEXT", help="the system prompt")
-    text.add_argument(
-        "--raw", action="store_true", help="continue the text as it stands, without chat template; control tokens count"
-    )
+    add_prompt_arguments(text, "continue the text as it stands")
     text.add_argument(
         "--prompt-tokens", metavar="N", type=positive_count, help="N random tokens instead of a text, for benchmarks"
     )
@@ -67,19 +57,17 @@ def conflict(args: argparse.Namespace, given: set[str]) -> str | None:
         for name in ("prompt", "prompt_file", "system", "raw"):
             if name in given:
                 return f"--{name.replace('_', '-')} has no effect with --prompt-tokens"
-    if args.raw and args.system is not None:
-        return "--system has no effect with --raw: write it into the text"
+    if clash := prompt_conflict(args):
+        return clash
     if args.logprobs is not None and not args.json:
         return "--logprobs needs --json, which has room for them"
-    if args.prompt_file and args.prompt_file.count("-") > 1:
-        return "--prompt-file - can be given once: standard input is read once"
     if args.cache is not None:
         for name in ("system", "raw", "prompt_tokens", "stream_prefill"):
             if name in given:
                 return f"--{name.replace('_', '-')} has no effect with --cache: the document is read already"
         for name in ("budget", *USELESS_WHEN_FULL):
             if name in given and name not in ("window", "hold_by"):
-                return f"{FLAG_NAMES[name]} has no effect with --cache: nothing more is evicted"
+                return f"{flag_of(name)} has no effect with --cache: nothing more is evicted"
         if "policy" in given:
             return "--policy has no effect with --cache: nothing more is evicted"
     pieces = pieces_conflict(args, length_known=args.prompt_tokens is not None)
@@ -88,7 +76,6 @@ def conflict(args: argparse.Namespace, given: set[str]) -> str | None:
 
 def run(args: argparse.Namespace, load: Load | None = None) -> int:
     """Generates one reply; returns the exit code. Raises CakeError."""
-    from .prompt import read_prompt
     from .streamed import streamed_prompt
 
     with Console(quiet=args.quiet, verbose=args.verbose) as console:

@@ -10,7 +10,7 @@ from ...errors import CakeError
 from .comparison import DEFAULT_BUDGETS, Comparison, add_comparison_arguments, comparison_conflict
 from .console import Console
 from .loading import Load, add_output_arguments, open_engine
-from .prompt import Prompt, read_prompt
+from .prompt import Prompt, add_prompt_arguments, prompt_conflict, read_prompt
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -21,15 +21,7 @@ DEFAULT_PAGE = "inspect.html"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this command."""
     text = parser.add_argument_group("prompt")
-    text.add_argument("--prompt", metavar="TEXT", help="the question; it follows the documents after a blank line")
-    text.add_argument(
-        "--prompt-file",
-        metavar="FILE",
-        action="append",
-        help="a UTF-8 document, - for standard input; may be given several times",
-    )
-    text.add_argument("--system", metavar="TEXT", help="the system prompt")
-    text.add_argument("--raw", action="store_true", help="the text as it stands, without chat template")
+    add_prompt_arguments(text, "read the text as it stands")
     add_comparison_arguments(
         parser, policies=("cake",), budgets=DEFAULT_BUDGETS[1:2], baseline=False, out=DEFAULT_PAGE, what="FILE"
     )
@@ -38,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def conflict(args: argparse.Namespace, given: set[str]) -> str | None:
     """Why these flags do not go together, or None."""
-    if args.raw and args.system is not None:
-        return "--system has no effect with --raw: write it into the text"
+    if clash := prompt_conflict(args):
+        return clash
     for policy in Comparison.of(args).policies:
         if policy.config.kv_bits is not None:
             return f"kv_bits has no effect here: {policy.text} keeps the tokens that it would keep without"
@@ -48,7 +40,6 @@ def conflict(args: argparse.Namespace, given: set[str]) -> str | None:
 
 def run(args: argparse.Namespace, load: Load | None = None) -> int:
     """Read the prompt once and write the page."""
-    args.prompt_tokens = None
     comparison = Comparison.of(args)
     args.window = comparison.window
     from ...cache.snapshot import check_target

@@ -22,7 +22,7 @@ from ...cache.config import CacheConfig
 from ...errors import CakeError, OptionError, PromptError
 from ...models.registry import ALIASES, EMBEDDED
 from ..generation import GenerationConfig
-from ..options import CACHE_FLAGS, ENGINE_FLAGS, GENERATION_FLAGS, NOT_FLAGS, EngineOptions, spell_flags
+from ..options import CACHE_FLAGS, ENGINE_FLAGS, GENERATION_FLAGS, NOT_FLAGS, EngineOptions, spell_options
 from .loading import usage_conflict
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class CakeModel(llm.Model):
                     if piece.stats is not None:
                         _report(response, piece)
         except CakeError as error:
-            raise llm.ModelError(spell_flags(" ".join(str(error).split()))) from error
+            raise llm.ModelError(spell_options(" ".join(str(error).split()), _spelled)) from error
 
 
 class Asked:
@@ -176,6 +176,11 @@ class Kept:
 
 
 KEPT = Kept()
+
+
+def _spelled(option: str) -> str:
+    """An option as `llm` takes it."""
+    return f"-o {RENAMED.get(option, option)}"
 
 
 def _message(message: Any) -> dict[str, str]:

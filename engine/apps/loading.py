@@ -14,11 +14,11 @@ from ..options import (
     CACHE_FLAGS,
     DEFAULT_PIECE,
     ENGINE_FLAGS,
-    FLAG_NAMES,
     GENERATION_FLAGS,
     EngineOptions,
     add_flags,
     from_args,
+    not_empty,
     positive_count,
 )
 from .console import Console
@@ -52,25 +52,18 @@ def add_model_arguments(parser: argparse.ArgumentParser, skip: tuple[str, ...] =
     model.add_argument(
         "--model",
         metavar="NAME",
-        type=_not_empty,
+        type=not_empty,
         help=f"a folder, an alias or a hub id (default {DEFAULT_MODEL}); see `models`",
     )
-    model.add_argument("--revision", metavar="REV", type=_not_empty, help="branch, tag or commit of a hub model")
+    model.add_argument("--revision", metavar="REV", type=not_empty, help="branch, tag or commit of a hub model")
     model.add_argument(
         "--random-weights",
         metavar="CONFIG",
-        type=_not_empty,
+        type=not_empty,
         help="random values in the shapes of this config.json (or its folder)",
     )
     add_flags(model, EngineOptions, ENGINE_FLAGS, skip)
     add_flags(parser.add_argument_group("cache"), CacheConfig, CACHE_FLAGS, skip)
-
-
-def _not_empty(text: str) -> str:
-    """An empty name, as of a variable that is not set, is a mistake and no default."""
-    if not text:
-        raise argparse.ArgumentTypeError("the value is empty")
-    return text
 
 
 def add_generation_arguments(parser: argparse.ArgumentParser, skip: tuple[str, ...] = ()) -> None:
@@ -140,27 +133,36 @@ def open_engine(
     )
 
 
+def weights_conflict(args: argparse.Namespace, given: set[str]) -> str | None:
+    """Why it is not clear which model is meant, or None."""
+    for name in () if args.random_weights is None else ("model", "revision"):
+        if name in given:
+            return f"the option {name} has no effect with the option random_weights"
+    return None
+
+
 def usage_conflict(args: argparse.Namespace, given: set[str]) -> str | None:
-    """Why flags that were given exclude one another, or None: an option that would not be applied is refused."""
-    if args.random_weights is not None:
-        for name in ("model", "revision"):
-            if name in given:
-                return f"--{name} has no effect with --random-weights"
+    """Why options that were given exclude one another, or None: one that would not be applied is refused.
+
+    Like a message of the library it says `the option NAME`: not only command lines ask.
+    """
+    if conflict := weights_conflict(args, given):
+        return conflict
     if {"budget", "kv_memory"} <= given:
-        return "--budget and --kv-memory both set the size of the cache: give one"
+        return "the option budget and the option kv_memory both set the size of the cache: give one"
     if args.policy == "full":
         for name in USELESS_WHEN_FULL:
             if name in given and not (name == "window" and args.kv_bits is not None):
-                return f"{FLAG_NAMES[name]} has no effect with --policy full, which keeps everything"
+                return f"the option {name} has no effect with the policy full, which keeps everything"
         if args.decode_policy == "hold":
-            return "--decode-policy hold has no effect with --policy full, which keeps everything"
+            return "the option decode_policy hold has no effect with the policy full, which keeps everything"
         return None
     for name in ("hold_by", "recascade"):
         if name in given and args.decode_policy != "hold":
-            return f"{FLAG_NAMES[name]} has no effect without --decode-policy hold"
+            return f"the option {name} has no effect without the option decode_policy hold"
     parts = {name: getattr(args, name, None) for name in ("indicator", "allocation", "heads", "merge")}
     chosen = choose(args.policy, **parts)
     for name in ("tau1", "tau2", "gamma"):
         if name in given and all(method.option(name) is None for method in chosen.parts.values()):
-            return f"--{name} has no effect with {chosen.title}, which has no such parameter"
+            return f"the option {name} has no effect with {chosen.title}, which has no such parameter"
     return None

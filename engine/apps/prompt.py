@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO
 
 from ...errors import PromptError
+from ..options import not_empty
 from ..text import check_text, decode_input
 from .console import Console
 
@@ -56,6 +57,31 @@ class Prompt:
             raise PromptError("this model has no chat template: give --raw, and it continues the text as it stands")
         messages = [{"role": "system", "content": self.system}] if self.system else []
         return engine.template.encode([*messages, {"role": "user", "content": self.text}])
+
+
+def add_prompt_arguments(group: argparse._ActionsContainer, raw: str, *, question: bool = True) -> None:
+    """The flags that `read_prompt` reads. raw: what `--raw` does. question: whether one may follow."""
+    if question:
+        group.add_argument("--prompt", metavar="TEXT", help="the question; it follows the documents after a blank line")
+    group.add_argument(
+        "--prompt-file",
+        metavar="FILE",
+        action="append",
+        type=not_empty,
+        help="a UTF-8 document, - for standard input; may be given several times",
+    )
+    group.add_argument("--system", metavar="TEXT", help="the system prompt")
+    group.add_argument("--raw", action="store_true", help=f"{raw}, without chat template; control tokens count")
+    group.set_defaults(prompt=None, prompt_tokens=None)  # where a command does not have them
+
+
+def prompt_conflict(args: argparse.Namespace) -> str | None:
+    """Why the flags of a prompt do not go together, or None."""
+    if args.raw and args.system is not None:
+        return "--system has no effect with --raw: write it into the text"
+    if args.prompt_file and args.prompt_file.count("-") > 1:
+        return "--prompt-file - can be given once: standard input is read once"
+    return None
 
 
 def random_ids(engine: Engine, count: int, seed: int) -> list[int]:

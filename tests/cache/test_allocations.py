@@ -294,7 +294,7 @@ def test_a_table_that_is_not_of_this_model_is_refused(tmp_path: Path, content: A
 
 
 def test_a_table_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="needs the option table"):
+    with pytest.raises(OptionError, match="needs the policy option table=PATH"):
         allocation("table")
     with pytest.raises(OptionError, match="cannot read the table"):
         allocation("table", table=str(tmp_path / "none.json"))

@@ -94,7 +94,7 @@ def test_budgets_that_cannot_hold_are_budget_errors(options: dict[str, Any], say
         ({"hold_by": "h2o,interval=3"}, "hold_by has no effect with the decode policy grow"),
         (
             {"decode_policy": "hold", "hold_by": "h2o,interval=3", "policy_options": ("interval=3",)},
-            "option interval of the hold rule h2o is given twice",
+            "interval of the hold rule h2o is given twice",
         ),
         ({"schedule": "early"}, "unknown schedule 'early': choose one of cascade, late"),
         ({"policy": "squeeze", "schedule": "cascade"}, "squeeze compares all layers"),

@@ -499,7 +499,7 @@ def test_a_gate_of_another_model_is_refused(
 
 def test_a_gate_file_that_is_missing_or_broken_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broken").write_bytes(b"no safetensors")
-    with pytest.raises(OptionError, match="needs the option file"):
+    with pytest.raises(OptionError, match="needs the policy option file=PATH"):
         made("gate")
     for name in ("broken", "missing"):
         with pytest.raises(OptionError, match=f"cannot read the gates of .*{name}"):
