@@ -106,7 +106,11 @@ def main(argv: Sequence[str] | None = None, load: Callable[..., Any] | None = No
             check_options(args)
         except OptionError as error:
             parser.error(spell_flags(str(error)))
-        return int(module.run(args) if load is None else module.run(args, load))
+        if load is not None:
+            return int(module.run(args, load))
+        if hasattr(args, "random_weights"):
+            import_module(".engine.apps.loading", __package__).check_model(args)
+        return int(module.run(args))
     except UsageError as error:
         return _fail(error, USAGE)
     except CakeError as error:

@@ -19,6 +19,7 @@ class Option:
 
     kind: int, float or str. default: what the paper or its code uses, of that kind or None. least: the smallest value;
     above: a value that must be exceeded; most: the largest one. odd: only odd numbers. choices: the words that exist.
+    file: the path of a file that must be there.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Option:
     most: float | None = None
     odd: bool = False
     choices: tuple[str, ...] | None = None
+    file: bool = False
 
     def read(self, value: object) -> Value:
         """The value in the option's own kind. Raises OptionError that says what it has to be."""

@@ -4,9 +4,7 @@ Tensors: `keys` and `values` `[slots, head_dim]` in the KV dtype, row by row; `p
 `[slots]`; `length` int64 `[layers, kv_heads]`; `ids` int64 `[tokens]`, every id that was fed; and `queries`
 `[layers, window, heads, head_dim]`, the last rotated queries, where tokens may be evicted. Where rows are packed these
 are the parts that are not, and the packed parts follow: `packed_length` and a tensor for each table of the store, in
-whole groups, row by row. Metadata: `format`, `version` (1 without packed rows, which older programs read, 2 with),
-`kv_bits` with packed rows, `about` (JSON, the engine's own) and `checksum`, the SHA-256 of the file with 64 zeros in
-its place.
+whole groups, row by row. The metadata is in `saved_file`.
 
 A file is written beside its place, brought to the disk and renamed: whoever is killed meanwhile leaves the old file or
 none. It is read in full once, for the checksum, and then mapped.
@@ -14,7 +12,6 @@ none. It is read in full once, for the checksum, and then mapped.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import secrets
@@ -33,15 +30,9 @@ from torch import Tensor
 
 from ..errors import SnapshotError
 from .quantise import GROUP, KV_BITS, code_bytes, value_groups
+from .saved_file import BLANK, FORMAT, VERSION, check_target, read_whole, seal
 from .saved_rows import TABLES, SavedPacked, SavedRows, inside, whole
 
-FORMAT = "cake-infer cache"
-VERSION = 2
-BLANK = "0" * 64
-MARK = b'"checksum":"'  # a quote inside a JSON string is escaped: nothing but the key can spell this
-OURS = b'"format":"cake-infer cache"'  # likewise
-LONGEST_HEADER = 1 << 28
-BLOCK = 1 << 20
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -56,37 +47,6 @@ class Snapshot:
     ids: list[int]
     queries: Tensor | None
     about: dict[str, Any]
-
-
-def check_target(
-    path: str | Path, may_be_replaced: Callable[[Path], bool] | None = None, what: str = "saved cache"
-) -> Path:
-    """The path, links followed, if a file can be put there: in place of nothing or of a saved cache, no other file.
-
-    `may_be_replaced` and `what`: another kind of file, and its name. Raises SnapshotError.
-    """
-    target = Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
-    if not target.name or target.is_dir():
-        raise SnapshotError(f"cannot write {target}: it is a folder, give the name of a file")
-    if target.exists() and not target.is_file():
-        raise SnapshotError(f"cannot write {target}: it is no ordinary file")
-    if not target.parent.is_dir():
-        raise SnapshotError(f"cannot write {target}: there is no folder {target.parent}")
-    if not os.access(target.parent, os.W_OK):
-        raise SnapshotError(f"cannot write {target}: the folder {target.parent} is not open for writing")
-    if target.exists() and not (may_be_replaced or _may_be_replaced)(target):
-        raise SnapshotError(f"cannot write {target}: what is there is no {what}; give another name, or remove it")
-    return target
-
-
-def _may_be_replaced(target: Path) -> bool:
-    """Whether a file is empty, or a saved cache by its header."""
-    try:
-        with open(target, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            return target.stat().st_size == 0 or (length <= LONGEST_HEADER and OURS in file.read(length))
-    except OSError:
-        return False
 
 
 def write_snapshot(path: str | Path, snapshot: Snapshot) -> None:
@@ -114,14 +74,7 @@ def write_snapshot(path: str | Path, snapshot: Snapshot) -> None:
         mode = _mode_for(target, beside)
         save_file(tensors, beside, metadata=metadata)
         os.chmod(beside, mode)
-        with open(beside, "r+b") as file:
-            at = file.read(8 + int.from_bytes(file.read(8), "little")).index(MARK) + 8 + len(MARK)
-            file.seek(0)
-            digest = _digest(file, at)
-            file.seek(at)
-            file.write(digest.encode())
-            file.flush()
-            os.fsync(file.fileno())
+        seal(beside)
         os.replace(beside, target)
         _settle(target.parent)
     except (OSError, SafetensorError) as error:
@@ -141,7 +94,7 @@ def _mode_for(target: Path, beside: Path) -> int:
 def read_snapshot(path: str | Path) -> Snapshot:
     """Check a file and map it. Raises SnapshotError for one that is truncated, altered, foreign or newer."""
     try:
-        about, bits = _checked(Path(path))
+        about, bits = read_whole(path)
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
     except OSError as error:
@@ -149,56 +102,6 @@ def read_snapshot(path: str | Path) -> Snapshot:
     except SafetensorError as error:
         raise SnapshotError(f"{path} is damaged: {error}") from error
     return _assembled(path, tensors, about, bits)
-
-
-def _checked(path: Path) -> tuple[dict[str, Any], int | None]:
-    """`about` of a file whose every byte is as it was written, and the bits of its packed rows if it has any."""
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(LONGEST_HEADER, size - 8):
-            raise SnapshotError(f"{path} is no saved cache, or only the beginning of one: {size:,} bytes")
-        header = file.read(length)
-        try:
-            parsed = json.loads(header)
-            metadata = parsed.pop("__metadata__")
-            known, version = metadata["format"] == FORMAT, int(metadata["version"])
-            checksum, bits = metadata["checksum"], int(metadata["kv_bits"]) if "kv_bits" in metadata else None
-            ends = [int(tensor["data_offsets"][1]) for tensor in parsed.values()]
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-            raise SnapshotError(f"{path} is no saved cache: its header is damaged, or another program's") from None
-        if not known:
-            raise SnapshotError(f"{path} is no saved cache, though a safetensors file")
-        if version > VERSION:
-            raise SnapshotError(
-                f"{path} has format {version}, and this program reads up to {VERSION}: use a newer cake-infer, or "
-                "compress the document again"
-            )
-        expected = 8 + length + max(ends, default=0)
-        if size != expected:
-            what = "truncated" if size < expected else "altered"
-            raise SnapshotError(f"{path} is {what}: {size:,} bytes, and its header says {expected:,}")
-        at = header.find(MARK)
-        if at < 0 or header.count(MARK) != 1 or not isinstance(checksum, str) or len(checksum) != len(BLANK):
-            raise SnapshotError(f"{path} is altered: its checksum is not where it belongs")
-        file.seek(0)
-        if _digest(file, 8 + at + len(MARK)) != checksum:
-            raise SnapshotError(f"{path} is altered: its content does not agree with its checksum")
-    about = json.loads(metadata["about"])
-    if not isinstance(about, dict):
-        raise SnapshotError(f"{path} is no saved cache: it does not say of what")
-    return about, bits
-
-
-def _digest(file: Any, blank_at: int) -> str:
-    """SHA-256 of a file from here to its end, with 64 zeros from byte `blank_at` on."""
-    digest = hashlib.sha256(file.read(blank_at))
-    file.seek(len(BLANK), os.SEEK_CUR)
-    digest.update(BLANK.encode())
-    buffer = memoryview(bytearray(BLOCK))
-    while count := file.readinto(buffer):
-        digest.update(buffer[:count])
-    return digest.hexdigest()
 
 
 def _assembled(path: str | Path, tensors: dict[str, Tensor], about: dict[str, Any], bits: int | None) -> Snapshot:

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..cache.config import CacheConfig
+from ..cache.policies import make_policy
 from ..errors import BackendError, OptionError
 from ..models.chat_template import ChatTemplate
-from ..models.config import ModelConfig, read_config, with_rope_scaling
+from ..models.config import ModelConfig, context_limit, read_config
 from ..models.decoder import Decoder
 from ..models.hub import resolve_model
 from ..models.packed import as_quantised, load_quantised
@@ -31,7 +32,7 @@ from .options import EngineOptions
 from .results import Progress
 from .runner import Runner
 from .stepper import check_step
-from .tuning import read_tuning
+from .tuning import policy_model, read_tuning
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -59,18 +60,6 @@ def check_quant(quant: str | None, device: torch.device) -> None:
         )
     if importlib.util.find_spec("triton") is None:
         raise BackendError("int8 weights need the package triton on a GPU: install it, or leave the option quant out")
-
-
-def context_limit(asked: int | None, config: ModelConfig) -> int:
-    """The most tokens of a text. Raises OptionError for more than the model can have."""
-    if asked is None:
-        return config.max_position_embeddings
-    if asked > config.max_position_embeddings:
-        raise OptionError(
-            f"a context of {asked:,} tokens is more than the model's {config.max_position_embeddings:,}: "
-            "stretch it with the option rope_scaling (KIND:FACTOR), or ask for less"
-        )
-    return asked
 
 
 def load_tokenizer(path: Path, config: ModelConfig, *, optional: bool) -> Tokenizer | None:
@@ -155,12 +144,13 @@ def load_engine(
             ),
         )
     )
-    config = read_config(path)
-    if options.rope_scaling is not None:
-        config = with_rope_scaling(config, options.rope_scaling)
-    choose_attention(options.attention, Setting.of(config, cache, target))  # refused before a weight is read
+    config = read_config(path, options.rope_scaling)
+    # what cannot be is refused before a weight is read: a backend, the files of a policy
+    choose_attention(options.attention, Setting.of(config, cache, target))
+    make_policy(cache, policy_model(config), 0)
     if path.is_file():  # another name than config.json says nothing of the files beside it
         path = path.parent if path.name == "config.json" else Path()
+    tuned = read_tuning(path) if options.tuning == "auto" and not random_weights else ()
     engine = kind(
         path,
         config,
@@ -189,7 +179,7 @@ def load_engine(
         step=options.step,
         threads=options.threads or torch.get_num_threads(),
         attention=options.attention,
-        tuned=read_tuning(path) if options.tuning == "auto" and not random_weights else (),
+        tuned=tuned,
         separators=None if tokenizer is None else partial(separator_ids, tokenizer),
     )
     if options.step == "compiled":

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..cache.arena import Arena
 from ..cache.config import CacheConfig
 from ..cache.policies import make_hold, make_policy
-from ..cache.policies.base import Policy, PolicyModel
+from ..cache.policies.base import Policy
 from ..cache.tuned import Tuned
 from ..cache.view import WindowPass
 from ..errors import BackendError, OptionError
@@ -38,6 +38,7 @@ from .stepper import BatchStep, GraphStep, OnWait, Step, make_batch_step, make_g
 from .tenancy import Tenancy
 from .timing import Timing
 from .token_stream import OnChunk, stream_tokens
+from .tuning import policy_model
 from .window import make_window_pass
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class Runner:
         self._wanted_step, self._threads = step, threads
         # what torch is set to for a prefill; a thread that looks while another one samples would see 1
         self._cpu_threads = torch.get_num_threads() if decoder.device.type == "cpu" else None
-        self.model = PolicyModel(config.model_type, config.num_layers, config.hidden_size, config.vocab_size, tuned)
+        self.model = policy_model(config, tuned)
         self._policies: dict[int | None, Policy] = {}
         self._find_separators = separators
         self.tenancy = Tenancy(

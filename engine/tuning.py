@@ -10,14 +10,21 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from ..cache.policies.base import PolicyModel
 from ..cache.tuned import Tuned
 from ..errors import CakeError
+from ..models.config import ModelConfig
 from ..models.embedded import cache_home
 
 log = logging.getLogger(__name__)
 
 NAME = "cake-tuning.json"
 FORMAT = 1
+
+
+def policy_model(config: ModelConfig, tuned: tuple[Tuned, ...] = ()) -> PolicyModel:
+    """What a policy may know of a model, with the constants that were found for it."""
+    return PolicyModel(config.model_type, config.num_layers, config.hidden_size, config.vocab_size, tuned)
 
 
 def places(model_path: Path) -> tuple[Path, Path]:

@@ -139,20 +139,33 @@ class ModelConfig:
         )
 
 
-def read_config(folder: str | Path) -> ModelConfig:
+def read_config(folder: str | Path, scaling: str | None = None) -> ModelConfig:
     """The config of a model folder, with the end tokens of generation_config.json added to its own; or of one file.
 
-    Raises `ModelNotFound` without a config.json, and `UnsupportedModel` as `ModelConfig.from_dict` does.
+    scaling: KIND:FACTOR, see `with_rope_scaling`. Raises `ModelNotFound` without a config.json, `UnsupportedModel` as
+    `ModelConfig.from_dict` does, and `OptionError` for a scaling that the model cannot take.
     """
     path = Path(folder) if Path(folder).is_file() else Path(folder) / "config.json"
     if not path.is_file():
         raise ModelNotFound(f"{folder} has no config.json; it is not the folder of a Hugging Face model")
     config = ModelConfig.from_dict(read_json_object(path), where=str(path))
     generation = path.with_name("generation_config.json")
-    if not generation.is_file():
-        return config
-    more = ConfigKeys(read_json_object(generation), str(generation)).token_ids("eos_token_id")
-    return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
+    if generation.is_file():
+        more = ConfigKeys(read_json_object(generation), str(generation)).token_ids("eos_token_id")
+        config = replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
+    return config if scaling is None else with_rope_scaling(config, scaling)
+
+
+def context_limit(asked: int | None, config: ModelConfig) -> int:
+    """The most tokens of a text. Raises OptionError for more than the model can have."""
+    if asked is None:
+        return config.max_position_embeddings
+    if asked > config.max_position_embeddings:
+        raise OptionError(
+            f"a context of {asked:,} tokens is more than the model's {config.max_position_embeddings:,}: "
+            "stretch it with the option rope_scaling (KIND:FACTOR), or ask for less"
+        )
+    return asked
 
 
 def with_rope_scaling(config: ModelConfig, scaling: str) -> ModelConfig:

@@ -62,6 +62,13 @@ def resolve_model(
     return download(remote, on_progress)
 
 
+def check_name(name: str | Path, *, revision: str | None = None) -> None:
+    """Raise what `resolve_model` would raise without asking the network."""
+    target = _target(name, revision)
+    if target.repo is not None and offline() and not (found := cached(target.repo, revision)).complete:
+        raise _not_cached(target.repo, revision, found)
+
+
 def local_model(name: str | Path, *, revision: str | None = None) -> Path | None:
     """The folder of a model that is complete on this machine, else None; never uses the network."""
     try:

@@ -106,7 +106,7 @@ ALLOCATIONS = {
             "nothing",
             "LKV, arXiv 2605.06676; HeadKV, Fu et al., ICLR 2025, arXiv 2410.19258; UNComp, arXiv 2410.03090",
             (
-                Option("table", None, "a JSON or safetensors file with a value per layer or per head", str),
+                Option("table", None, "a JSON or safetensors file with a value per layer or per head", str, file=True),
                 Option("kind", "weights", "what the values are", str, choices=("weights", "lkv", "headkv", "uncomp")),
                 Option("beta", 1.2, "headkv: 1/beta of the budget is shared by importance", least=1),
             ),

@@ -43,10 +43,8 @@ class TableAllocation:
     rows: ClassVar[bool] = True
 
     @classmethod
-    def create(cls, model: PolicyModel, budget: int, *, table: str | None, kind: str, beta: float) -> TableAllocation:
-        """Raises OptionError for a file that is missing, cannot be read, or is not of this model."""
-        if table is None:
-            raise OptionError("the allocation table needs the policy option table=PATH: a JSON or safetensors file")
+    def create(cls, model: PolicyModel, budget: int, *, table: str, kind: str, beta: float) -> TableAllocation:
+        """Raises OptionError for a file that cannot be read, or is not of this model."""
         values = read_table(Path(table).expanduser())
         if len(values) != model.num_layers:
             raise OptionError(f"the table {table} has {len(values)} layers and the model {model.num_layers}")

@@ -203,7 +203,15 @@ PLAIN = (
         ("hidden_states", "carried"),
         "n hidden products per KV head",
         "the hook for learned gates: Attention-Gate, arXiv 2410.12876; LKV, arXiv 2605.06676",
-        (Option("file", None, "safetensors with layers.L.weight [kv_heads, hidden], layers.L.bias [kv_heads]", str),),
+        (
+            Option(
+                "file",
+                None,
+                "safetensors with layers.L.weight [kv_heads, hidden], layers.L.bias [kv_heads]",
+                str,
+                file=True,
+            ),
+        ),
     ),
 )
 # what CriticalKV may wrap: its scores multiply norms, so they must not be negative

@@ -36,14 +36,12 @@ class GateIndicator:
     needs: ClassVar[frozenset[str]] = frozenset({"hidden_states", "carried"})
 
     @classmethod
-    def create(cls, model: PolicyModel, budget: int, *, file: str | None) -> GateIndicator:
-        """Raises OptionError if the file is missing, broken, or made for another model."""
-        if file is None:
-            raise OptionError("the policy gate needs the policy option file=PATH: a safetensors file of trained gates")
+    def create(cls, model: PolicyModel, budget: int, *, file: str) -> GateIndicator:
+        """Raises OptionError if the file is broken, or made for another model."""
         weights: list[Tensor] = []
         biases: list[Tensor | None] = []
         try:
-            with safe_open(Path(file), framework="pt") as tensors:
+            with safe_open(Path(file).expanduser(), framework="pt") as tensors:
                 names = set(tensors.keys())
                 for layer in range(model.num_layers):
                     name = f"layers.{layer}.weight"

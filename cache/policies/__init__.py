@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import OptionError
@@ -113,6 +114,18 @@ class Choice:
     def spare(self) -> int:
         """By how many slots a held row may grow beyond its limit, the newcomer included; 0 where rows only grow."""
         return 0 if self.hold is None else int(self.options["hold"].get("interval") or 1)
+
+    def check_files(self) -> None:
+        """Raise OptionError where a part needs a file that was not named, or is not there."""
+        for part, method in self.parts.items():
+            for option in method.options:
+                path = self.options[part].get(option.name)
+                if option.file and path is None:
+                    raise OptionError(
+                        f"the {part} {method.name} needs the policy option {option.name}=PATH: {option.help}"
+                    )
+                if option.file and not Path(str(path)).expanduser().is_file():
+                    raise OptionError(f"there is no file {path}, which the {part} {method.name} needs: {option.help}")
 
 
 def choose(
@@ -264,6 +277,7 @@ def make_policy(config: CacheConfig, model: PolicyModel, budget: int) -> Policy:
         return FullPolicy()
     from .composed import ComposedPolicy
 
+    choice.check_files()
     options: dict[str, dict[str, Any]] = {part: dict(values) for part, values in choice.options.items()}
     if choice.base is not None:
         options["indicator"]["base"] = _make(choice.base, options["base"], model, budget)

@@ -128,6 +128,9 @@ class Comparison:
         """Raises OptionError or BudgetError."""
         window = None if args.own_windows else args.window
         policies = combinations(args.policies, window)
+        for choice in (one.config.choice for one in policies):
+            if choice is not None:
+                choice.check_files()
         widest = max(one.config.window for one in policies)
         names = [one.text for one in policies]
         given = getattr(args, "baseline", None)

@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from ...cache.policies import DOCUMENT_POLICY
+from ...cache.saved_file import check_target
 from ...errors import PromptError
 from .console import Console
 from .interrupt import Interrupt
@@ -64,7 +65,6 @@ def conflict(args: argparse.Namespace, given: set[str]) -> str | None:
 def run(args: argparse.Namespace, load: Load | None = None) -> int:
     """Reads, evicts and saves; the exit code. Raises CakeError."""
     from ...cache.budget import size_text
-    from ...cache.snapshot import check_target
     from ..statistics import Statistics
 
     with Console(quiet=args.quiet, verbose=args.verbose) as console:

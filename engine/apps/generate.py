@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
+from ...cache.saved_file import read_header
 from ..options import UsageError, flag_of, positive_count
 from .console import Console
 from .loading import (
@@ -78,6 +79,8 @@ def run(args: argparse.Namespace, load: Load | None = None) -> int:
     """Generates one reply; returns the exit code. Raises CakeError."""
     from .streamed import streamed_prompt
 
+    if args.cache is not None and load is None:
+        read_header(args.cache)  # a file that is not there, or no saved cache, is told before torch is imported
     with Console(quiet=args.quiet, verbose=args.verbose) as console:
         generation = generation_config(args)
         if args.stream_prefill is not None and not args.prompt_tokens:
@@ -94,6 +97,7 @@ def run(args: argparse.Namespace, load: Load | None = None) -> int:
                 if getattr(args, name):
                     raise UsageError(f"--{name} needs a prompt, and there is none: give --prompt or --prompt-file")
             return talk(args, console, load)
+        prompt.check()
         ids: list[int] = []
         pieces = {} if args.stream_prefill is None else {"stream_prefill": args.stream_prefill}
 

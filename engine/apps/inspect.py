@@ -6,7 +6,9 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
+from ...cache.saved_file import check_target
 from ...errors import CakeError
+from ..evaluation.inspection_page import is_inspection_page
 from .comparison import DEFAULT_BUDGETS, Comparison, add_comparison_arguments, comparison_conflict
 from .console import Console
 from .loading import Load, add_output_arguments, open_engine
@@ -42,8 +44,6 @@ def run(args: argparse.Namespace, load: Load | None = None) -> int:
     """Read the prompt once and write the page."""
     comparison = Comparison.of(args)
     args.window = comparison.window
-    from ...cache.snapshot import check_target
-    from ..evaluation.inspection_page import is_inspection_page
 
     with Console(quiet=args.quiet, verbose=args.verbose) as console:
         out = check_target(comparison.out, is_inspection_page, "page that inspect wrote")

@@ -133,6 +133,23 @@ def open_engine(
     )
 
 
+def check_model(args: argparse.Namespace) -> None:
+    """Raise what needs neither weights nor torch, which takes seconds to import, nor the network: there is no model of
+    that name, its config cannot be read or have the context that is asked for, or a file of the policy is missing."""
+    from ...models.config import context_limit, read_config
+    from ...models.hub import check_name, local_model
+
+    options, choice = from_args(EngineOptions, args), from_args(CacheConfig, args).choice
+    if choice is not None:
+        choice.check_files()
+    name = args.model or DEFAULT_MODEL
+    if args.random_weights is None:
+        check_name(name, revision=args.revision)
+    folder = args.random_weights or local_model(name, revision=args.revision)
+    if folder is not None:
+        context_limit(options.context, read_config(folder, options.rope_scaling))
+
+
 def weights_conflict(args: argparse.Namespace, given: set[str]) -> str | None:
     """Why it is not clear which model is meant, or None."""
     for name in () if args.random_weights is None else ("model", "revision"):

@@ -91,13 +91,13 @@ def run(args: argparse.Namespace) -> int:
     cache, options = from_args(CacheConfig, args), from_args(EngineOptions, args)
     new_tokens = from_args(GenerationConfig, args).max_new_tokens
     from ...cache.policies import make_policy
-    from ...cache.policies.base import PolicyModel
-    from ...models.config import ModelConfig, read_config, with_rope_scaling
+    from ...models.config import ModelConfig, context_limit, read_config, with_rope_scaling
     from ...models.embedded import SHAPE
     from ..available import available_memory
-    from ..loading import choose_device, context_limit
+    from ..loading import choose_device
     from ..memory import plan_run, weights_of
     from ..piece_memory import plan_pieces
+    from ..tuning import policy_model
 
     device = choose_device(options.device)
     folder = find_config(args)
@@ -123,8 +123,9 @@ def run(args: argparse.Namespace) -> int:
         )
 
     plan, full = plan_with(cache), plan_with(everything(cache))
-    model = PolicyModel(config.model_type, config.num_layers, config.hidden_size, config.vocab_size)
-    make_policy(cache, model, plan.budget or 0)  # an option that is missing is refused as in the run itself
+    make_policy(
+        cache, policy_model(config), plan.budget or 0
+    )  # an option that is missing is refused as in the run itself
     if args.stream_prefill is not None:
         plan = plan_pieces(
             config,

@@ -37,6 +37,11 @@ class Prompt:
     random_tokens: int = 0
     seed: int = 0
 
+    def check(self) -> None:
+        """Raise PromptError for a message without a text. Of a raw text only the tokenizer knows: it may add tokens."""
+        if not (self.text or self.raw or self.random_tokens):
+            raise PromptError("the prompt is empty: give --prompt TEXT, --prompt-file FILE or text on standard input")
+
     def ids(self, engine: Engine) -> list[int]:
         """Token ids as the model gets them; raises PromptError if there are none."""
         if self.random_tokens:
@@ -51,8 +56,7 @@ class Prompt:
             if not ids:
                 raise PromptError("the prompt is empty, and this tokenizer adds no token of its own: give it some text")
             return ids
-        if not self.text:
-            raise PromptError("the prompt is empty: give --prompt TEXT, --prompt-file FILE or text on standard input")
+        self.check()
         if engine.template is None:
             raise PromptError("this model has no chat template: give --raw, and it continues the text as it stands")
         messages = [{"role": "system", "content": self.system}] if self.system else []

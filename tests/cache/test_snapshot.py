@@ -14,9 +14,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cake_infer.cache import snapshot as module
+from cake_infer.cache.saved_file import MARK, check_target
 from cake_infer.cache.saved_rows import SavedPacked, SavedRows, whole
-from cake_infer.cache.snapshot import Snapshot, check_target, read_snapshot, write_snapshot
+from cake_infer.cache.snapshot import Snapshot, read_snapshot, write_snapshot
 from cake_infer.errors import SnapshotError
 from safetensors.torch import save_file
 
@@ -67,7 +67,7 @@ def signed(data: bytes) -> bytes:
     """The file with the checksum that its content has."""
     import hashlib
 
-    at = data.index(module.MARK) + len(module.MARK)
+    at = data.index(MARK) + len(MARK)
     blank = data[:at] + b"0" * 64 + data[at + 64 :]
     return data[:at] + hashlib.sha256(blank).hexdigest().encode() + data[at + 64 :]
 

@@ -692,4 +692,4 @@ def test_an_option_that_the_run_would_miss_is_missed_by_the_plan(
     assert cli.main(["plan", "--policy", "gate", "--budget", "512", "--model", str(folder)]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("error: the policy gate needs the policy option file=PATH")
+    assert captured.err.startswith("error: the indicator gate needs the policy option file=PATH")
