@@ -12,14 +12,10 @@ from torch import Tensor
 from ..models.decoder import Decoder, Layer
 from ..models.products import linear
 from . import triton_step as kernels
+from .attention.ragged import next_power
 from .attention.rows import Rows
 
 _COLUMNS = 1024  # of the MLP in a block
-
-
-def next_power(value: int) -> int:
-    """The least power of 2 that is not below `value`."""
-    return 1 << max(0, value - 1).bit_length()
 
 
 class FusedLayer:
@@ -64,12 +60,7 @@ class FusedLayer:
             sin,
             queries,
             queries if ring is None else ring,
-            rows.keys,
-            rows.values,
-            rows.position,
-            rows.offset,
-            rows.length,
-            rows.query_position,
+            *rows.tables,
             q.stride(0),
             k.stride(0),
             v.stride(0),

@@ -70,9 +70,9 @@ class FlashAttention:
         )
         return out[0, 0], None
 
-    def store_newcomers(self, rows: Rows, new_keys: Tensor, new_values: Tensor) -> None:
-        """See `rows.store_newcomers`."""
-        plain.store_newcomers(rows, new_keys, new_values)
+    store_newcomers = staticmethod(plain.store_newcomers)
+    exchange_least_attended = staticmethod(plain.exchange_least_attended)  # never reached, as there are no weights
+    attend_packed = staticmethod(packed.attend_packed)  # never reached: it is not chosen for packed rows
 
     def attend_rows(
         self,
@@ -101,12 +101,6 @@ class FlashAttention:
                     window_size=NO_WINDOW if sliding is None else (sliding - 1, 0),
                 )[0, 0]
         return out, None
-
-    attend_packed = staticmethod(packed.attend_packed)  # never reached: it is not chosen for packed rows
-
-    def exchange_least_attended(self, rows: Rows, weights: Tensor, limit: Tensor, *, window: int) -> None:
-        """See `rows.exchange_least_attended`; never reached, as there are no weights."""
-        plain.exchange_least_attended(rows, weights, limit, window=window)
 
 
 def _window(sliding: SlidingMask | None) -> tuple[int, int]:

@@ -46,12 +46,7 @@ def store_newcomers(rows: Rows, new_keys: Tensor, new_values: Tensor) -> None:
     kernels.store_kernel[(rows.batch * rows.kv_heads,)](
         new_keys,
         new_values,
-        rows.keys,
-        rows.values,
-        rows.position,
-        rows.offset,
-        rows.length,
-        rows.query_position,
+        *rows.tables,
         new_keys.stride(0),
         new_keys.stride(1),
         new_values.stride(0),
@@ -68,8 +63,7 @@ def attend_rows(
 ) -> tuple[Tensor, Tensor | None]:
     """See `rows.attend_rows`. Two launches, three with `weights`; fp32 inside whatever the dtypes are."""
     batch, heads, head_dim = queries.shape
-    tables = (rows.keys, rows.values, rows.offset, rows.length)
-    assert all(table.is_contiguous() for table in tables), "stores are flat, and so are tables"
+    assert all(table.is_contiguous() for table in rows.tables), "stores are flat, and so are tables"
     queries = queries.contiguous()
     group, device = heads // rows.kv_heads, queries.device
     block, most = block_columns(head_dim, rows.keys.dtype), most_pieces(rows.kv_heads)
@@ -85,12 +79,7 @@ def attend_rows(
     wide = rows.keys.dtype.itemsize > 2
     kernels.split_kernel[grid](
         queries,
-        rows.keys,
-        rows.values,
-        rows.position,
-        rows.offset,
-        rows.length,
-        rows.query_position,
+        *rows.tables,
         partial,
         peak,
         total,

@@ -31,6 +31,11 @@ class Rows:
     longest: int
 
     @property
+    def tables(self) -> tuple[Tensor, ...]:
+        """What kernels take of rows, in the order in which they take it."""
+        return self.keys, self.values, self.position, self.offset, self.length, self.query_position
+
+    @property
     def batch(self) -> int:
         return self.offset.shape[0]
 

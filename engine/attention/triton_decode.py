@@ -5,8 +5,7 @@ length: a grid is (rows, pieces), and a row of n columns is cut into pieces by n
 are widened to 64 bits before they are multiplied. Nothing outside a row's valid columns is ever read. A row whose
 length is negative does nothing.
 
-Split-KV attention after Flash-Decoding (Dao et al., 2023): a piece leaves its largest logit, its sum and its weighted
-values; the second kernel joins them. Logits are in base 2.
+How a row is cut and its pieces are joined is in `triton_pieces`.
 """
 
 from __future__ import annotations
@@ -14,13 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def product(left, right, WIDEN: tl.constexpr):
-    """The matrix product in fp32. WIDEN for Triton's interpreter, which cannot multiply bf16: exact either way."""
-    if WIDEN:
-        left, right = left.to(tl.float32), right.to(tl.float32)
-    return tl.dot(left, right, input_precision="ieee")
+from .triton_pieces import join_pieces, leave_piece, piece_columns, product, row_queries, weigh
 
 
 @triton.jit
@@ -28,13 +21,6 @@ def row_columns(length, row, NEWCOMERS: tl.constexpr):
     """How many columns a row attends to: its length and the newcomers behind it, 0 for a row that does nothing."""
     count = tl.load(length + row)
     return tl.where(count < 0, 0, count + NEWCOMERS)
-
-
-@triton.jit
-def piece_columns(count, BLOCK: tl.constexpr, PIECES: tl.constexpr):
-    """Columns of one of at most PIECES pieces of a row: whole blocks."""
-    blocks = (count + BLOCK - 1) // BLOCK
-    return tl.maximum((blocks + PIECES - 1) // PIECES, 1) * BLOCK
 
 
 @triton.jit
@@ -108,13 +94,9 @@ def split_kernel(
     if start < stop:
         base = tl.load(offset + row).to(tl.int64)
         heads, dims = tl.arange(0, GROUP_PAD), tl.arange(0, DIM_PAD)
-        first_head = row.to(tl.int64) * GROUP  # rows are (sequence, KV head): heads follow each other without a gap
+        first_head = row.to(tl.int64) * GROUP
         inside_head, inside_dim = heads < GROUP, dims < HEAD_DIM
-        query = tl.load(
-            queries + (first_head + heads[:, None]) * HEAD_DIM + dims[None, :],
-            mask=inside_head[:, None] & inside_dim[None, :],
-            other=0.0,
-        )
+        query = row_queries(queries, row, GROUP, GROUP_PAD, HEAD_DIM, DIM_PAD)
         if SLIDING:
             oldest = tl.load(query_position + row // KV_HEADS).to(tl.int32) - sliding  # and those before it are hidden
         top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
@@ -138,24 +120,12 @@ def split_kernel(
                     logit,
                     mask=inside_head[:, None] & inside[None, :],
                 )
-            higher = tl.maximum(top, tl.max(logit, 1))
-            finite = tl.where(higher == float("-inf"), 0.0, higher)  # nothing visible so far: -inf - -inf is no number
-            weight = tl.exp2(logit - finite[:, None])
-            decay = tl.exp2(top - finite)
-            norm = norm * decay + tl.sum(weight, 1)
+            top, norm, weight, decay = weigh(logit, top, norm)
             value = tl.load(
                 values + slot[:, None] * HEAD_DIM + dims[None, :], mask=inside[:, None] & inside_dim[None, :], other=0.0
             )  # [BLOCK, DIM_PAD]
             result = result * decay[:, None] + product(weight.to(query.dtype), value.to(query.dtype), WIDEN)
-            top = higher
-        place = (first_head + heads) * pieces + piece
-        tl.store(peak + place, top, mask=inside_head)
-        tl.store(total + place, norm, mask=inside_head)
-        tl.store(
-            partial + place[:, None] * HEAD_DIM + dims[None, :],
-            result,
-            mask=inside_head[:, None] & inside_dim[None, :],
-        )
+        leave_piece(partial, peak, total, row, piece, pieces, top, norm, result, GROUP, GROUP_PAD, HEAD_DIM, DIM_PAD)
 
 
 @triton.jit
@@ -179,23 +149,10 @@ def combine_kernel(
     head = tl.program_id(0)
     count = row_columns(length, head // GROUP, NEWCOMERS)
     there = (count + piece_columns(count, BLOCK, PIECES) - 1) // piece_columns(count, BLOCK, PIECES)
-    piece = tl.arange(0, PIECES)
-    place = head.to(tl.int64) * pieces
-    tops = tl.load(peak + place + piece, mask=piece < there, other=float("-inf"))
-    top = tl.max(tops, 0)
-    finite = tl.where(top == float("-inf"), 0.0, top)
-    norm = tl.sum(tl.load(total + place + piece, mask=piece < there, other=0.0) * tl.exp2(tops - finite), 0)
+    result, finite, norm = join_pieces(
+        partial, peak, total, head.to(tl.int64) * pieces, there, HEAD_DIM, DIM_PAD, PIECES, TOGETHER
+    )
     dims = tl.arange(0, DIM_PAD)
-    result = tl.zeros([DIM_PAD], tl.float32)
-    for first in range(0, there, TOGETHER):
-        some = first + tl.arange(0, TOGETHER)
-        share = tl.exp2(tl.load(peak + place + some, mask=some < there, other=float("-inf")) - finite)
-        part = tl.load(
-            partial + (place + some[:, None]) * HEAD_DIM + dims[None, :],
-            mask=(some[:, None] < there) & (dims[None, :] < HEAD_DIM),
-            other=0.0,
-        )
-        result += tl.sum(part * share[:, None], 0)
     positive = tl.where(norm > 0.0, norm, 1.0)
     tl.store(
         out + head.to(tl.int64) * HEAD_DIM + dims,

@@ -1,6 +1,6 @@
 """Triton kernels of attention over rows in two parts: packed in 8, 4 or 2 bits, and as they are.
 
-See cache/packed_arena.py for the parts. The packed one is cut into pieces like any row (see triton_decode.py); codes
+See cache/packed_arena.py for the parts. The packed one is cut into pieces like any row (see triton_pieces.py); codes
 are widened in registers, in the queries' dtype. The other part's pieces come from `triton_decode.split_kernel`, behind
 them in the same buffers, and one kernel joins both: one softmax. A row whose length is negative does nothing, a packed
 row may be empty.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_decode import piece_columns, product
+from .triton_pieces import join_pieces, leave_piece, piece_columns, product, row_queries, weigh
 
 
 @triton.jit
@@ -63,14 +63,9 @@ def packed_split_kernel(
     stop = tl.minimum(start + span, count)
     if start < stop:
         base = tl.load(offset + row).to(tl.int64)
-        heads, dims = tl.arange(0, GROUP_PAD), tl.arange(0, DIM_PAD)
-        first_head = row.to(tl.int64) * GROUP  # rows are (sequence, KV head): heads follow each other without a gap
-        inside_head, inside_dim = heads < GROUP, dims < HEAD_DIM
-        query = tl.load(
-            queries + (first_head + heads[:, None]) * HEAD_DIM + dims[None, :],
-            mask=inside_head[:, None] & inside_dim[None, :],
-            other=0.0,
-        )
+        dims = tl.arange(0, DIM_PAD)
+        inside_dim = dims < HEAD_DIM
+        query = row_queries(queries, row, GROUP, GROUP_PAD, HEAD_DIM, DIM_PAD)
         if SLIDING:
             oldest = tl.load(query_position + row // KV_HEADS).to(tl.int32) - sliding  # and those before it are hidden
         top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
@@ -96,11 +91,7 @@ def packed_split_kernel(
             if SLIDING:
                 visible = inside & (tl.load(position + slot, mask=inside, other=0) > oldest)
             logit = tl.where(visible[None, :], logit, float("-inf"))
-            higher = tl.maximum(top, tl.max(logit, 1))
-            finite = tl.where(higher == float("-inf"), 0.0, higher)  # nothing visible so far: -inf - -inf is no number
-            weight = tl.exp2(logit - finite[:, None])
-            decay = tl.exp2(top - finite)
-            norm = norm * decay + tl.sum(weight, 1)
+            top, norm, weight, decay = weigh(logit, top, norm)
             value = widened(
                 value_codes,
                 value_scale,
@@ -113,21 +104,13 @@ def packed_split_kernel(
                 BITS,
             )  # [BLOCK, DIM_PAD]
             result = result * decay[:, None] + product(weight.to(query.dtype), value.to(query.dtype), WIDEN)
-            top = higher
-        place = (first_head + heads) * pieces + piece
-        tl.store(peak + place, top, mask=inside_head)
-        tl.store(total + place, norm, mask=inside_head)
-        tl.store(
-            partial + place[:, None] * HEAD_DIM + dims[None, :],
-            result,
-            mask=inside_head[:, None] & inside_dim[None, :],
-        )
+        leave_piece(partial, peak, total, row, piece, pieces, top, norm, result, GROUP, GROUP_PAD, HEAD_DIM, DIM_PAD)
 
 
 @triton.jit
 def join_kernel(
     partial,  # fp32 [batch * heads, pieces, head_dim]
-    peak,  # fp32 [batch * heads, pieces]: -inf where a piece has nothing, and then nothing else of it is read
+    peak,  # fp32 [batch * heads, pieces]: -inf where a piece has nothing, and then nothing else of it matters
     total,
     out,  # [batch * heads, head_dim], written
     pieces,
@@ -138,23 +121,10 @@ def join_kernel(
 ):
     """Join the pieces of both parts of one query head; a row without columns gives zeros. Grid (batch * heads,)."""
     head = tl.program_id(0)
-    piece = tl.arange(0, PIECES)
-    place = head.to(tl.int64) * pieces
-    tops = tl.load(peak + place + piece, mask=piece < pieces, other=float("-inf"))
-    top = tl.max(tops, 0)
-    finite = tl.where(top == float("-inf"), 0.0, top)
-    norm = tl.sum(tl.load(total + place + piece, mask=tops != float("-inf"), other=0.0) * tl.exp2(tops - finite), 0)
+    result, _, norm = join_pieces(
+        partial, peak, total, head.to(tl.int64) * pieces, pieces, HEAD_DIM, DIM_PAD, PIECES, TOGETHER
+    )
     dims = tl.arange(0, DIM_PAD)
-    result = tl.zeros([DIM_PAD], tl.float32)
-    for first in range(0, pieces, TOGETHER):
-        some = first + tl.arange(0, TOGETHER)
-        height = tl.load(peak + place + some, mask=some < pieces, other=float("-inf"))
-        part = tl.load(
-            partial + (place + some[:, None]) * HEAD_DIM + dims[None, :],
-            mask=(height[:, None] != float("-inf")) & (dims[None, :] < HEAD_DIM),
-            other=0.0,
-        )
-        result += tl.sum(part * tl.exp2(height - finite)[:, None], 0)
     positive = tl.where(norm > 0.0, norm, 1.0)
     tl.store(
         out + head.to(tl.int64) * HEAD_DIM + dims,
