@@ -232,7 +232,7 @@ def test_what_has_no_form_is_refused_and_says_what_has():
     for by in (None, "attention", "tova", "cake,pool=3", "attention,interval=32"):
         CacheConfig(**hold, hold_by=by)
     for by in ("h2o", "g-kv", "r-kv", "streaming-llm"):
-        with pytest.raises(OptionError, match=rf"hold by {by} has no form for kv_bits.*attention, tova"):
+        with pytest.raises(OptionError, match=rf"hold by {by} has no form for the option kv_bits.*attention, tova"):
             CacheConfig(**hold, hold_by=by)
     for more in (
         {"hold_by": "cake,interval=5"},
@@ -243,5 +243,5 @@ def test_what_has_no_form_is_refused_and_says_what_has():
             OptionError, match=r"packed rows are cut every 32 tokens, not every [15]: leave interval out"
         ):
             CacheConfig(**hold, **more)
-    with pytest.raises(OptionError, match=r"recascade .* has no form for kv_bits"):
+    with pytest.raises(OptionError, match=r"recascade .* has no form for the option kv_bits"):
         CacheConfig(**hold, recascade=64)
