@@ -179,8 +179,8 @@ class CacheConfig:
             return  # refused with the budget that is missing
         if choice.hold.name not in PACKED_HOLDS:
             raise OptionError(
-                f"hold by {choice.hold.name} has no form for the option kv_bits, with which groups of {KV_GROUP} tokens "
-                f"are given up by the attention they get then: hold by {', '.join(PACKED_HOLDS)}, or leave it out"
+                f"hold by {choice.hold.name} has no form for the option kv_bits, with which groups of {KV_GROUP} "
+                f"tokens go by the attention that they get then: hold by {', '.join(PACKED_HOLDS)}, or leave it out"
             )
         given = parse_given(self.policy_options) | parse_given((self.hold_by or "").split(",")[1:])
         if "interval" in given and choice.spare != KV_GROUP:
