@@ -888,7 +888,7 @@ class Struck:
 
 sys.modules.pop({module!r}, None)
 sys.meta_path.insert(0, Struck())
-sys.argv = ["cake-infer", "--random-weights", "/nowhere", "--prompt-tokens", "3"]
+sys.argv = ["cake-infer", "--prompt-tokens", "3"]
 runpy.run_module("cake_infer", run_name="__main__")
 """
     seen = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
