@@ -155,7 +155,7 @@ def test_two_conversations_and_other_options_do_not_meet(plugin, folder):
         ({"temperature": -1}, "-o temperature must be 0"),
         ({"kv_bits": 3}, "-o kv_bits must be one of 8, 4, 2"),
         ({"hold_by": "h2o"}, "-o hold_by has no effect with"),
-        ({"policy": "snapkv", "gamma": 2}, "-o gamma has no effect with snapkv"),
+        ({"budget": 64, "kv_memory": "1MiB"}, "-o budget and -o kv_memory both set the size of the cache"),
         ({"colour": 1}, "colour"),
         ({"threads": "many"}, "threads"),
         ({"model": "no/such-folder/here"}, "no folder no/such-folder/here"),
