@@ -103,7 +103,7 @@ def join_pieces(
     top = tl.max(tops, 0)
     finite = tl.where(top == float("-inf"), 0.0, top)
     sums = tl.load(total + place + piece, mask=piece < count, other=0.0)
-    norm = tl.sum(tl.where(tops == float("-inf"), 0.0, sums * tl.exp2(tops - finite)), 0)
+    norm = tl.sum(tl.where(tops == float("-inf"), 0.0, sums) * tl.exp2(tops - finite), 0)
     result = tl.zeros([DIM_PAD], tl.float32)
     for first in range(0, count, TOGETHER):
         some = first + tl.arange(0, TOGETHER)
@@ -113,5 +113,6 @@ def join_pieces(
             mask=(some[:, None] < count) & (dims[None, :] < HEAD_DIM),
             other=0.0,
         )
-        result += tl.sum(tl.where(height[:, None] == float("-inf"), 0.0, part * tl.exp2(height - finite)[:, None]), 0)
+        part = tl.where(height[:, None] == float("-inf"), 0.0, part)
+        result += tl.sum(part * tl.exp2(height - finite)[:, None], 0)
     return result, finite, norm
