@@ -20,6 +20,13 @@ KV_DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_POOL = 5
 
 
+class Unsaid(str):
+    """A default that nobody chose: equal to the same word where somebody did."""
+
+
+DEFAULT_POLICY = Unsaid("cake")
+
+
 @dataclass(frozen=True)
 class CacheConfig:
     """The cache's options. Raises `BudgetError` or `OptionError` for values that cannot be applied.
@@ -47,7 +54,7 @@ class CacheConfig:
     """
 
     budget: str | int = DEFAULT_BUDGET
-    policy: str = "cake"
+    policy: str = DEFAULT_POLICY
     window: int = None  # type: ignore[assignment]  # resolved below
     decode_policy: str = "grow"
     kv_memory: str | int | None = None
@@ -112,6 +119,11 @@ class CacheConfig:
             check_budget(budget.count, self.window)
         if self.kv_memory is not None:
             parse_bytes(self.kv_memory)
+
+    @property
+    def policy_given(self) -> bool:
+        """Whether somebody chose the policy, if only by the name of the default one."""
+        return not isinstance(self.policy, Unsaid)
 
     @property
     def choice(self) -> Choice | None:

@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 # Beginnings of questions that tokenizers join to what is in front of them in different ways: what is the same before
 # all of them is the document's, and the few tokens behind that are fed with each question.
 BEGINNINGS = ("What", " a", "\n\n\n", "1", "?", "s")
-PARTS = ("policy", "indicator", "allocation", "heads", "merge")
-CHOSEN = (*PARTS, "policy_options", "tau1", "tau2", "gamma", "pool")  # what says how tokens are chosen
+# what says how tokens are chosen
+CHOSEN = ("policy", "indicator", "allocation", "heads", "merge", "policy_options", "tau1", "tau2", "gamma", "pool")
 ROOM = 512  # tokens of question and reply for which rotary frequencies that depend on the length are chosen
 
 
@@ -149,11 +149,11 @@ def as_document(engine: Engine, sequence: TextSequence, source: str | list[Messa
 
 
 def document_cache(cache: CacheConfig, policy: str | None) -> CacheConfig:
-    """An engine's options with a policy by name for a document; without a name that for unknown questions, unless the
-    engine's own policy or one of its parts was chosen. Raises OptionError."""
+    """An engine's options with a policy by name for a document; without a name that for unknown questions, unless
+    somebody chose the engine's own policy, if only by the default's name, or a part of it. Raises OptionError."""
     default = CacheConfig()
     if policy is None:
-        untouched = all(getattr(cache, name) == getattr(default, name) for name in CHOSEN)
+        untouched = not cache.policy_given and all(getattr(cache, name) == getattr(default, name) for name in CHOSEN)
         # recascade measures CAKE's preferences, which no other policy has
         policy = DOCUMENT_POLICY if untouched and cache.recascade is None else cache.policy
     if policy == cache.policy:

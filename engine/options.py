@@ -76,12 +76,17 @@ class EngineOptions:
             parse_scaling(self.rope_scaling)
 
 
+def as_it_is(text: str) -> str:
+    """A text. argparse gives defaults to this too, and `str` would take from one that nobody said it."""
+    return text
+
+
 @dataclass(frozen=True)
 class Flag:
     """What argparse needs for one field; name and default come from the field itself."""
 
     help: str
-    parse: Callable[[str], Any] = str
+    parse: Callable[[str], Any] = as_it_is
     metavar: str | None = None
     choices: tuple[str, ...] | None = None
     name: str | None = None

@@ -337,6 +337,14 @@ def test_defaults_of_the_command_line_are_those_of_the_dataclasses(cls: type, ru
     assert given == cls()
 
 
+@pytest.mark.parametrize("command", [["--prompt", "hi"], ["chat"]])
+def test_a_policy_that_nobody_chose_is_told_from_the_same_one_that_somebody_did(
+    command: list[str], run: Callable[..., Run]
+) -> None:
+    assert not run(*command, stdin=b"hi\n").call("load")["cache"].policy_given
+    assert run(*command, "--policy", "cake", stdin=b"hi\n").call("load")["cache"].policy_given
+
+
 def test_engine_options_have_the_defaults_of_engine_load(run: Callable[..., Run]) -> None:
     from cake_infer.engine.engine import Engine
 

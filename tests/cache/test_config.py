@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, asdict, replace
 from typing import Any
 
 import pytest
@@ -217,3 +217,13 @@ def test_a_policy_takes_the_window_of_its_paper_unless_another_one_is_given_or_a
     assert CacheConfig(policy="tova", budget=2).budget == 2
     with pytest.raises(BudgetError, match="below the window of 8"):
         CacheConfig(policy="pyramidkv", budget=7)
+
+
+def test_a_policy_that_was_named_is_told_from_the_default_though_they_are_equal() -> None:
+    default, named = CacheConfig(budget=64), CacheConfig(budget=64, policy="cake")
+    assert default == named
+    assert not default.policy_given
+    assert named.policy_given
+    assert not replace(default, budget=128).policy_given
+    assert not CacheConfig(**asdict(default)).policy_given
+    assert replace(default, policy="cake").policy_given

@@ -106,6 +106,7 @@ def test_questions_in_any_order_from_memory_and_from_a_file_have_the_same_answer
         ({}, "cake", "cake"),
         ({}, "knorm", "knorm"),
         ({"policy": "snapkv"}, None, "snapkv"),
+        ({"policy": "cake"}, None, "cake"),  # chosen, if only by the default's name
         ({"policy": "snapkv"}, "cake", "cake"),
         ({"policy": "cake", "gamma": 100.0}, None, "cake"),
         ({"policy": "cake", "gamma": 100.0}, "knorm", "knorm"),

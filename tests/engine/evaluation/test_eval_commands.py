@@ -169,8 +169,8 @@ def test_longbench_replies_are_scored_by_task(go, tmp_path, capsys, monkeypatch)
     assert "mine is no task of LongBench" in capsys.readouterr().err
 
 
-def test_speed_runs_each_policy_in_a_process_of_its_own_by_turns(tmp_path, capsys, monkeypatch):
-    commands = []
+def test_speed_runs_each_policy_in_a_process_of_its_own_by_turns(tmp_path, write_checkpoint, capsys, monkeypatch):
+    commands, model = [], write_checkpoint(tmp_path / "m")
 
     def one_run(command):
         commands.append(list(command))
@@ -184,7 +184,7 @@ def test_speed_runs_each_policy_in_a_process_of_its_own_by_turns(tmp_path, capsy
     monkeypatch.setattr(eval_speed, "one_run", one_run)
     words = ["eval", "speed", "--lengths", "100", "--tokens", "4", "--repeats", "2", "--out", str(tmp_path)]
     words += ["--policy", "full", "snapkv,allocation=cake,pool=9,kv_bits=4", "--budget", "64"]
-    words += ["--quant", "int8", "--model", "m"]
+    words += ["--quant", "int8", "--model", str(model)]
     assert cli.main(words) == 0
     assert len(commands) == 4
     names = [command[command.index("--policy") + 1] for command in commands]
@@ -201,7 +201,7 @@ def test_speed_runs_each_policy_in_a_process_of_its_own_by_turns(tmp_path, capsy
         "--policy-option pool=9",
         "--kv-bits 4",
         "--quant int8",
-        "--model m",
+        f"--model {model}",
         "--tuning off",
     ):
         assert part in line, part
