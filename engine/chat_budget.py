@@ -31,7 +31,7 @@ class ChatBudget:
         total, window = sequence.total, self._engine.cache.window
         if wanted.count is not None or total:
             tell_if_raised(wanted, total, window)
-            source = "" if wanted.count is not None else f" ({wanted} of {total:,} tokens)"
+            source = share_text(wanted, total, window)
             wanted = Budget(count=wanted.tokens(total, window))
         self.apply(sequence, wanted)
         self.wanted, self._source = wanted, source
@@ -55,7 +55,7 @@ class ChatBudget:
             return
         if self.wanted.count is None:
             tell_if_raised(self.wanted, tokens, self._engine.cache.window)
-            self._source = f" ({self.wanted} of {tokens:,} tokens)"
+            self._source = share_text(self.wanted, tokens, self._engine.cache.window)
         sequence.budget = self.wanted.tokens(tokens, self._engine.cache.window)
 
     def count(self, sequence: Sequence) -> int | None:
@@ -82,8 +82,16 @@ class ChatBudget:
         return f"{text}; {kept_text(float(lengths.mean()), sequence.total)}"
 
 
+def share_text(wanted: Budget, total: int, window: int) -> str:
+    """What a percentage is of, or that it was raised to the window; nothing for a number of tokens."""
+    if wanted.count is not None:
+        return ""
+    raised = wanted.raised(total, window) is not None
+    return f" (the window: {wanted} of {total:,} is less)" if raised else f" ({wanted} of {total:,})"
+
+
 def kept_text(kept: float, total: int) -> str:
     """What is left of a text."""
     if kept >= total:
         return f"all {total:,} tokens so far are kept"
-    return f"{kept:,.0f} of {total:,} tokens so far are kept, what is gone does not come back"
+    return f"{kept:,.0f} of {total:,} tokens so far are kept, and what is gone does not come back"

@@ -339,18 +339,18 @@ def test_the_budget_in_words_says_what_a_percentage_came_to_and_what_is_left(mod
     say(chat, "the first of them " * 10, max_new_tokens=2)
     first, fixed = chat.stats.full_tokens, chat.budget
     fed = len(chat._sequence.ids)
-    gone = f"of {fed} tokens so far are kept, what is gone does not come back"
-    words = f"{fixed} tokens per layer and KV head (50% of {first} tokens); {fixed + fed - first} {gone}"
+    gone = f"of {fed} tokens so far are kept, and what is gone does not come back"
+    words = f"{fixed} tokens per layer and KV head (50% of {first:,}); {fixed + fed - first} {gone}"
     assert chat.budget_text == words
     chat.set_budget("10%")
     ten = -(-fed // 10)
-    assert chat.budget_text == f"{ten} tokens per layer and KV head (10% of {fed} tokens); {ten} {gone}"
+    assert chat.budget_text == f"{ten} tokens per layer and KV head (10% of {fed:,}); {ten} {gone}"
     say(chat, "and", max_new_tokens=2)
-    assert chat.budget_text.startswith(f"{ten} tokens per layer and KV head (10% of {fed} tokens); {ten + 1} of ")
+    assert chat.budget_text.startswith(f"{ten} tokens per layer and KV head (10% of {fed:,}); {ten + 1} of ")
     with caplog.at_level(logging.INFO):
         chat.set_budget("0.1%")
     assert "less than the window" in caplog.text
-    assert chat.budget_text.startswith("8 tokens per layer and KV head (0.1% of ")
+    assert chat.budget_text.startswith("8 tokens per layer and KV head (the window: 0.1% of ")
     chat.set_budget(40)
     assert chat.budget_text.startswith("40 tokens per layer and KV head; 8 of ")
     chat.clear()
