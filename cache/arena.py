@@ -15,37 +15,14 @@ overlapping views is undefined in torch (wrong data without an error for strided
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from .layout import ALIGNMENT, ArenaLayout, ArenaSize, arena_bytes, kv_bytes, table_slots
 from .saved_rows import SavedRows
+from .staged import Staged
 from .store import Store
-
-
-@dataclass
-class Staged:
-    """One layer's incoming tokens behind its kept rows: views into staging, valid until the next layer is staged."""
-
-    keys: Tensor  # [kv_heads, columns, head_dim], compute dtype
-    values: Tensor  # [kv_heads, columns, head_dim]
-    position: Tensor  # int32 [kv_heads, columns]
-    score: Tensor  # fp32 [kv_heads, columns]: what was stored with the held tokens, 0 for new ones
-    held: tuple[int, ...]  # kept tokens in front of the new ones, per KV head
-    tokens: int
-
-    @property
-    def agree(self) -> bool:
-        """Whether all heads hold equally many tokens, so that the new ones start in one column."""
-        return len(set(self.held)) == 1
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return tuple(held + self.tokens for held in self.held)
-
 
 SLACK = 8  # a kept region may be larger than it must be by one part in so many
 

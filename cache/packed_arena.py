@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .arena import Arena, Staged
+from .arena import Arena
 from .layout import ArenaLayout, ArenaSize
 from .packed_rows import TILE, PackedRows
 from .quantise import GROUP
 from .saved_rows import SavedRows, whole
+from .staged import Staged
 from .store import Store
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cache.arena import Staged
 from ..cache.inputs import INPUTS
+from ..cache.staged import Staged
 from .attention import log_sum_exp
 
 ALL_QUERIES = frozenset(name for name, one in INPUTS.items() if one.all_queries)

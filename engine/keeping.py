@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..cache.arena import Arena, Staged
+from ..cache.arena import Arena
 from ..cache.cascade import Cascade, LayerClaim
 from ..cache.merges.base import Merge, Tokens
 from ..cache.packed_arena import PackedArena
 from ..cache.policies.base import LayerScore
-from ..cache.scores import row_order
+from ..cache.row_order import row_order
+from ..cache.staged import Staged
 from ..cache.view import LayerView
 
 

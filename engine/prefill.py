@@ -13,9 +13,10 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ..cache.arena import Arena, Staged
+from ..cache.arena import Arena
 from ..cache.layout import kept_limit
 from ..cache.policies.base import Policy
+from ..cache.staged import Staged
 from ..cache.view import LayerView, WindowPass
 from ..models.decoder import Decoder, Layer
 from ..models.workspace import Workspace

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..cache.arena import Arena
 from ..cache.budget import deal_seats
 from ..cache.policies.base import LayerScore, Policy
-from ..cache.scores import row_order
+from ..cache.row_order import row_order
 from ..cache.view import LayerView
 from ..models.decoder import Decoder
 from .sequence import Sequence

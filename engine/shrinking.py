@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..cache.arena import Staged
 from ..cache.layout import kept_limit
 from ..cache.policies.base import Policy
+from ..cache.staged import Staged
 from .inputs import LayerInputs
 from .keeping import keep_best
 from .prefill import Piece, layer_view

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cache.arena import Staged
+from ..cache.staged import Staged
 from .attention import Attention, SlidingMask
 
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...cache.arena import Staged
 from ...cache.cascade import Cascade
 from ...cache.policies.base import Indicator, LayerScore, Policy
 from ...cache.policies.composed import ComposedPolicy
 from ...cache.quantise import pack_keys, pack_values, whole_groups, widen_keys, widen_values
 from ...cache.saved_rows import SavedRows
+from ...cache.staged import Staged
 from ...cache.view import LayerView
 from ...errors import OptionError
 from .. import prefill

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from cake_infer.cache.scores import row_order
+from cake_infer.cache.row_order import row_order
 
 
 def plain_order(scores: list[float], positions: list[int], window_start: int) -> list[int]:
