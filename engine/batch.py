@@ -56,7 +56,7 @@ class Batch:
     def __post_init__(self) -> None:
         runner = self.runner
         if runner.cache.recascade is not None:
-            raise OptionError("texts that are decoded together have no recascade: leave that option out")
+            raise OptionError("the option recascade has no form for texts that are decoded together: leave it out")
         with runner.access.alone():
             runner.tenancy.vacate()
             limits = [limit for limit in (self.limit, runner.tenancy.allowed) if limit is not None]
@@ -207,7 +207,7 @@ class Batch:
         for member, _ in chosen:
             member.timing.decode_s += seconds
             member.timing.decode_steps += 1
-        with self.runner.one_thread():
+        with self.runner.torch_threads.one():
             return [self._pick(member, choose) for member, choose in chosen]
 
     def _step(self, members: list[Member]) -> list[tuple[Member, Callable[[], Token]]]:
@@ -261,7 +261,7 @@ class Batch:
         if member is None:
             return []
         started, done = time.perf_counter(), 0
-        self.runner.all_threads()
+        self.runner.torch_threads.all()
         try:
             with self.runner.access.busy(), torch.inference_mode():
                 if member.reading is None:
@@ -314,5 +314,5 @@ class Batch:
             return Outcome(sequence, finished=True)
         if member.limit > 1:
             self.runner.step.prepare(arena, sequence, window=self.runner.cache.window, on_wait=self.on_wait)
-        with self.runner.one_thread():
+        with self.runner.torch_threads.one():
             return self._pick(member, partial(member.picker.pick, logits))

@@ -71,7 +71,7 @@ def _in_one_piece(runner: Runner, sequence: TextSequence, saved: Checkpoint, ids
     held, heads = rows.length, runner.layout.num_kv_heads
     tenancy.make(ArenaSize(int(held.sum()), heads * (int(held.max()) + len(ids)), 0))
     tenancy.activate(sequence)
-    runner.all_threads()
+    runner.torch_threads.all()
     tokens = torch.tensor(ids, device=runner.decoder.device)
     hidden = prefill.read_all(
         runner.decoder, tenancy.arena, sequence, tokens, chunk=runner.chunk, attention=runner.attention

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
 from functools import cached_property
 
 import torch
@@ -38,6 +37,7 @@ from .stepper import BatchStep, GraphStep, OnWait, Step, make_batch_step, make_g
 from .tenancy import Tenancy
 from .timing import Timing
 from .token_stream import OnChunk, stream_tokens
+from .torch_threads import TorchThreads
 from .tuning import policy_model
 from .window import make_window_pass
 
@@ -70,8 +70,7 @@ class Runner:
         # rows of the head below `valid_ids` that no token has: like the padding behind them, never to be chosen
         self.unused = torch.tensor(unused_ids, device=decoder.device) if unused_ids else None
         self._wanted_step, self._threads = step, threads
-        # what torch is set to for a prefill; a thread that looks while another one samples would see 1
-        self._cpu_threads = torch.get_num_threads() if decoder.device.type == "cpu" else None
+        self.torch_threads = TorchThreads(decoder.device)
         self.model = policy_model(config, tuned)
         self._policies: dict[int | None, Policy] = {}
         self._find_separators = separators
@@ -205,19 +204,6 @@ class Runner:
     def without_unused(self, logits: Tensor) -> Tensor:
         return logits if self.unused is None else logits.index_fill(-1, self.unused, float("-inf"))
 
-    @contextmanager
-    def one_thread(self) -> Iterator[None]:
-        """torch works in the calling thread alone: a row of logits needs no other, and torch's would spin on beside
-        those of the next step. `feed` asks for all of them again."""
-        if self._cpu_threads is None:
-            yield
-            return
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(self._cpu_threads)
-
     def fly(self, flyer: object) -> Ahead:
         """What decodes ahead, for a flyer that is `alone`: until somebody else is, it need not be landed."""
         assert self.ahead is not None
@@ -277,13 +263,8 @@ class Runner:
     @torch.inference_mode()
     def feed(self, sequence: Sequence, ids: list[int], new_tokens: int, *, on_chunk: OnChunk | None = None) -> Tensor:
         """Read a piece and make room for a reply. Returns the next token's logits fp32 `[vocab]`. See `prepare`."""
-        self.all_threads()
+        self.torch_threads.all()
         return prefill.read_through(self.reading(self.tenancy.arena, sequence, ids, new_tokens), on_chunk)
-
-    def all_threads(self) -> None:
-        """Let torch use all the threads that a prefill should."""
-        if self._cpu_threads is not None:
-            torch.set_num_threads(self._cpu_threads)
 
     def reading(
         self,

@@ -12,7 +12,7 @@ from ..cache.policies.base import Policy
 from ..cache.staged import Staged
 from .inputs import LayerInputs
 from .keeping import keep_best
-from .prefill import Piece, layer_view
+from .piece import Piece, layer_view
 from .sequence import Sequence
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def shrink(runner: Runner, sequence: Sequence, budget: int) -> None:
 def _evict(runner: Runner, sequence: Sequence, policy: Policy, budget: int) -> None:
     assert sequence.rotary is not None
     arena, decoder, window = runner.tenancy.arena, runner.decoder, runner.cache.window
-    runner.all_threads()
+    runner.torch_threads.all()
     layers, kv_heads = arena.length.shape
     cascade = policy.cascade(layers, kv_heads, budget, window)
     limit = kept_limit(layers * kv_heads, budget=None if policy.late else budget, tokens=0, held=arena.kept_slots)

@@ -69,7 +69,7 @@ def stream_tokens(
                 _prepare_ahead(runner, sequence, picker)
     for _ in range(limit):
         started = time.perf_counter()
-        with runner.one_thread():
+        with runner.torch_threads.one():
             token = picker.pick(logits)
         timing.decode_s += time.perf_counter() - started
         if token.finish_reason == "stop":

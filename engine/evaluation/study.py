@@ -303,7 +303,7 @@ def read(
         runner.decoder.compute_dtype,
         runner.decoder.device,
     )
-    runner.all_threads()
+    runner.torch_threads.all()
     merging = [
         (cell, kept)
         for cell, kept in zip(cells, study.kept, strict=True)
