@@ -181,7 +181,9 @@ class Runner:
     def make_ahead(self) -> Ahead:
         """What decodes ahead with this model and cache. Raises BackendError where it cannot."""
         if self.rule is not None or self.cache.recascade is not None:
-            raise BackendError("a graph holds by attention at every step only: not with hold_by, recascade or kv_bits")
+            raise BackendError(
+                "a graph holds rows by attention at every step and unpacked, and has no form for the option recascade"
+            )
         return Ahead(
             self.decoder,
             self.attention,

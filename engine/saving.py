@@ -135,7 +135,7 @@ def unpack(engine: Engine, snapshot: Snapshot, path: str | Path, kind: str, *, f
         )
         sequence.ring.restore(snapshot.queries)
     elif needed:
-        what = "hold_by has no votes to go on from" if fixed else "nothing can be evicted"
+        what = "a reply that holds has no votes to go on from" if fixed else "nothing can be evicted"
         raise SnapshotError(f"{path} has no queries of its last tokens, so that {what}: make it with a budget")
     return sequence
 

@@ -79,13 +79,13 @@ def check_step(wanted: str, device: torch.device, cache: CacheConfig | None = No
     """Raise BackendError if a step is wanted where it cannot run whatever the model: before weights are read."""
     rule = None if cache is None else make_hold(cache)
     if cache is not None and cache.kv_bits is not None and rule is not None and wanted == "graph":
-        raise BackendError(f"step graph {NO_PACKED}: leave the option step out, or kv_bits")
+        raise BackendError(f"step graph {NO_PACKED}: leave the option step out, or the option kv_bits")
     if rule is not None and wanted in ("compiled", "graph"):
         from .interval_step import is_cut_between
 
         if wanted == "graph" or not is_cut_between(rule):
             has = "holds by attention only" if wanted == "graph" else ONLY_ATTENTION
-            raise BackendError(f"step {wanted} {has}: leave the option step out, or hold_by")
+            raise BackendError(f"step {wanted} {has}: leave the option step out, or the option hold_by")
     if wanted == "graph" and device.type != "cuda":
         raise BackendError(f"step graph needs a CUDA device, this is {device.type}: leave the option step out")
     if wanted == "compiled":

@@ -216,13 +216,17 @@ def test_a_list_of_prompts_gets_what_each_would_get_alone(model_folder, random_i
     assert [one.stats.kept_bytes for one in together] == [one.stats.kept_bytes for one in alone]
 
 
-def test_a_fixed_store_has_room_for_the_longest_prompts(model_folder, random_ids):
+@pytest.mark.parametrize(("decode_policy", "new"), [("grow", 3), ("hold", 80)])
+def test_a_fixed_store_has_room_for_the_longest_prompts(model_folder, random_ids, decode_policy, new):
     """A server makes its store once: packed rows and what is read beside them share it as such prompts do."""
-    with Engine.load(model_folder(max_position_embeddings=600), kv_bits=4, budget=100, window=WINDOW) as engine:
-        runner, generation = engine.runner, engine.resolved(max_new_tokens=3, temperature=0.0)
+    options = {"kv_bits": 4, "budget": 100, "window": WINDOW, "decode_policy": decode_policy}
+    with Engine.load(model_folder(max_position_embeddings=600), **options) as engine:
+        runner, generation = engine.runner, engine.resolved(max_new_tokens=new, temperature=0.0)
         size = runner.fit(Sequence(), 300, 300).size
         limit = shared_size(runner.layout, [size] * 3).nbytes(runner.layout) + 1000
-        alone = [engine.generate(ids=random_ids(290, seed=n), max_new_tokens=3, temperature=0.0).ids for n in range(3)]
+        alone = [
+            engine.generate(ids=random_ids(290, seed=n), max_new_tokens=new, temperature=0.0).ids for n in range(3)
+        ]
         with Batch(runner, most=3, limit=limit, fixed=True) as batch:
             store, found, sequences = batch.arena.packed, {}, []
             assert batch.arena.nbytes <= limit
