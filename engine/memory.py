@@ -27,11 +27,10 @@ from ..models.config import ModelConfig
 from ..models.headers import tensor_headers
 from ..models.packed import quantised_bytes
 from ..models.parameters import layer_parameters
-from ..models.products import product_dtype
 from ..models.weights import DTYPES, weight_bytes
 from ..models.workspace import widest, workspace_elements
 from .method_memory import method_bytes
-from .precision import arena_layout, kv_dtype
+from .precision import compute_dtype, planned_layout
 from .window import FEWEST_COLUMNS
 
 FP32 = 4
@@ -103,12 +102,9 @@ def plan_run(
     `kv_memory` has room for them. `conversation`: the most tokens of one, of which this is the second turn, after one
     of the same size. Raises BudgetError where the budget is below its minimum.
     """
-    narrow = stored if stored.is_floating_point else torch.bfloat16  # what quantised weights are multiplied in on a GPU
-    compute_dtype = torch.float32 if torch.device(device).type == "cpu" else narrow
-    kept_dtype = kv_dtype(cache, stored, compute_dtype)
-    products = product_dtype(stored, torch.device(device))
-    layout = arena_layout(config, cache, kept_dtype, products)
-    hold = cache.spare
+    target = torch.device(device)
+    layout, hold = planned_layout(config, cache, stored, target), cache.spare
+    products = layout.staging_dtype
     budget = first_budget(config, cache, layout, prompt_tokens, new_tokens, context=conversation)
     held = 0 if conversation is None else after_turn(layout, budget, prompt_tokens, new_tokens, hold)
     rows, columns = config.num_layers * config.num_kv_heads, held + prompt_tokens
@@ -136,7 +132,7 @@ def plan_run(
         kept=(size.kept + (together - 1) * size.decode) * layout.kept_slot_bytes
         + packed_bytes(layout, together * size.packed),
         staging=size.staging * (2 * layout.head_dim * products.itemsize + 8),
-        hidden=prompt_tokens * config.hidden_size * compute_dtype.itemsize,
+        hidden=prompt_tokens * config.hidden_size * compute_dtype(stored, target).itemsize,
         widened=layer_elements(config) * products.itemsize if stored != products else 0,
         chunk=(together - 1) * ring
         + working_bytes(
@@ -146,9 +142,9 @@ def plan_run(
             budget=budget,
             prompt_tokens=columns,
             chunk=min(chunk, prompt_tokens),
-            device=torch.device(device),
+            device=target,
         ),
-        products=product_bytes(config, min(chunk, prompt_tokens)) if torch.device(device).type == "cpu" else 0,
+        products=product_bytes(config, min(chunk, prompt_tokens)) if target.type == "cpu" else 0,
         undo=0 if conversation is None else 2 * (rows * kept_bytes(layout, held, marks=True) + ring),
     )
 

@@ -11,10 +11,9 @@ from ..cache.budget import Budget, parse_bytes
 from ..cache.config import CacheConfig
 from ..cache.layout import LONGEST_ROW, ArenaLayout, ArenaSize, arena_bytes, arena_size, packed_bytes
 from ..models.config import ModelConfig
-from ..models.products import product_dtype
 from .fitting import room_for_reply
 from .memory import FP32, Plan, first_budget, plan_run, weights_of, working_bytes
-from .precision import arena_layout, kv_dtype
+from .precision import planned_layout
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -75,10 +74,7 @@ def plan_pieces(
             conversation=context if conversation else None,
         )
     target = torch.device(device)
-    narrow = stored if stored.is_floating_point else torch.bfloat16
-    kept = kv_dtype(cache, stored, torch.float32 if target.type == "cpu" else narrow)
-    products = product_dtype(stored, target)
-    layout = arena_layout(config, cache, kept, products)
+    layout = planned_layout(config, cache, stored, target)
     budget = piece_budget(
         config, cache, layout, tokens=prompt_tokens, piece=piece, new_tokens=new_tokens, context=context
     )
@@ -109,7 +105,7 @@ def plan_pieces(
         prompt_tokens=prompt_tokens,
         arena=arena,
         kept=size.kept * layout.kept_slot_bytes + packed_bytes(layout, size.packed),
-        staging=size.staging * (2 * layout.head_dim * products.itemsize + 8),
+        staging=size.staging * (2 * layout.head_dim * layout.staging_dtype.itemsize + 8),
         chunk=working - before * (config.head_dim * FP32 + 8) + prompt_tokens * ID_BYTES,
     )
 

@@ -7,6 +7,7 @@ import torch
 from ..cache.config import CacheConfig
 from ..cache.layout import ArenaLayout
 from ..models.config import ModelConfig
+from ..models.products import product_dtype
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -18,6 +19,19 @@ def kv_dtype(cache: CacheConfig, stored: torch.dtype, compute: torch.dtype) -> t
         return DTYPES[cache.kv_dtype]
     narrow = stored in (torch.bfloat16, torch.int8, torch.uint8)
     return torch.bfloat16 if narrow and compute == torch.float32 else compute
+
+
+def compute_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
+    """What weights in a dtype are computed in: fp32 on a CPU, elsewhere as stored, packed ones in bf16."""
+    if device.type == "cpu":
+        return torch.float32
+    return stored if stored.is_floating_point else torch.bfloat16
+
+
+def planned_layout(config: ModelConfig, cache: CacheConfig, stored: torch.dtype, device: torch.device) -> ArenaLayout:
+    """The layout that a model with weights in a dtype will have on a device, before there are any."""
+    kept = kv_dtype(cache, stored, compute_dtype(stored, device))
+    return arena_layout(config, cache, kept, product_dtype(stored, device))
 
 
 def arena_layout(config: ModelConfig, cache: CacheConfig, kept: torch.dtype, staging: torch.dtype) -> ArenaLayout:

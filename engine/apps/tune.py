@@ -183,7 +183,7 @@ def search(
 def choose(losses: Sequence[Sequence[float]], points: Sequence[Point], budget: str, console: Console) -> Point | None:
     """The point with the least mean; None if that is what is used anyway. Shows the best ones."""
     means = [bootstrap(values) for values in losses]
-    order = sorted(range(len(points)), key=lambda i: means[i].mean if means[i] is not None else float("inf"))  # type: ignore[union-attr]
+    order = sorted(range(len(points)), key=lambda i: float("inf") if (found := means[i]) is None else found.mean)
     lines = []
     for place in dict.fromkeys([*order[:SHOWN], 0]):
         difference = paired(losses[place], losses[0]) if place else None

@@ -46,13 +46,7 @@ def attend_packed(
     exponent = scale * math.log2(math.e)
     triton_packed.packed_split_kernel[(batch * rows.kv_heads, behind)](
         queries,
-        store.key_codes,
-        store.value_codes,
-        store.key_scale,
-        store.key_minimum,
-        store.value_scale,
-        store.value_minimum,
-        store.position,
+        *store.tables[:-1],  # all but the scores
         offset,
         length,
         rows.query_position,
@@ -71,12 +65,7 @@ def attend_packed(
     )
     triton_decode.split_kernel[(batch * rows.kv_heads, pieces - behind)](
         queries,
-        rows.keys,
-        rows.values,
-        rows.position,
-        rows.offset,
-        rows.length,
-        rows.query_position,
+        *rows.tables,
         partial[:, behind:],
         peak[:, behind:],
         total[:, behind:],

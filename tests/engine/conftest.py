@@ -237,6 +237,37 @@ def random_ids() -> Callable[..., list[int]]:
 
 
 @pytest.fixture
+def poison() -> Callable[[Any], None]:
+    """Overwrites every slot that no row of an arena owns with NaN: it must never reach a result."""
+
+    def overwrite(arena: Any) -> None:
+        owned = torch.zeros(arena.keys.shape[0], dtype=torch.bool)
+        for offset, length in zip(arena.offset.flat, arena.length.flat, strict=True):
+            assert not owned[offset : offset + length].any(), "rows overlap"
+            owned[offset : offset + length] = True
+        arena.keys[~owned], arena.values[~owned] = math.nan, math.nan
+
+    return overwrite
+
+
+@pytest.fixture
+def visible_after() -> Callable[[dict[Any, list[int]], int, int], dict[Any, Tensor]]:
+    """Masks `[total, total]` by row in which queries behind a prompt see, of it, only what was kept; earlier ones see
+    everything."""
+
+    def visible(kept: dict[Any, list[int]], prompt: int, total: int) -> dict[Any, Tensor]:
+        masks = {}
+        for row, positions in kept.items():
+            mask = torch.ones(total, total, dtype=torch.bool)
+            mask[prompt:, :prompt] = False
+            mask[prompt:, [position for position in positions if position < prompt]] = True
+            masks[row] = mask
+        return masks
+
+    return visible
+
+
+@pytest.fixture
 def kept_positions() -> Callable[[Any], dict[tuple[int, int], list[int]]]:
     """The true positions in each row of a runner's arena, in stored order."""
 

@@ -204,17 +204,9 @@ def test_the_number_of_threads_changes_no_bit(tiny, random_ids, decode_policy):
     assert one[1] == two[1]
 
 
-def test_an_unwritten_slot_is_never_read(tiny, random_ids):
+def test_an_unwritten_slot_is_never_read(tiny, random_ids, poison):
     decoder = tiny()
     ids, new = random_ids(PROMPT), random_ids(STEPS, seed=1)
-
-    def poison(arena):
-        owned = np.zeros(arena.keys.shape[0], dtype=bool)
-        for offset, length in zip(arena.offset.flat, arena.length.flat, strict=True):
-            owned[offset : offset + length] = True
-        arena.keys[torch.from_numpy(~owned)] = float("nan")
-        arena.values[torch.from_numpy(~owned)] = float("nan")
-
     clean = decoded(decoder, ids, new, compiled=True)
     assert torch.equal(decoded(decoder, ids, new, compiled=True, cut=poison)[0], clean[0])
 

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from cake_infer.engine.sequence import Sequence
 
 WINDOW = 8
-
-
-def visible_after(kept, prompt, total):
-    """Masks in which queries from `prompt` on see, of the prompt, only what was kept; earlier ones see everything."""
-    masks = {}
-    for row, positions in kept.items():
-        mask = torch.ones(total, total, dtype=torch.bool)
-        mask[prompt:, :prompt] = False
-        mask[prompt:, [position for position in positions if position < prompt]] = True
-        masks[row] = mask
-    return masks
 
 
 def feed(runner, sequence, ids, new_tokens=0):
@@ -37,15 +24,6 @@ def decode(runner, sequence, ids):
     )
 
 
-def poison(runner):
-    """Overwrite every slot that no row owns with NaN: it must never reach a result."""
-    arena = runner.tenancy.arena
-    owned = torch.zeros(arena.keys.shape[0], dtype=torch.bool)
-    for offset, length in zip(arena.offset.flat, arena.length.flat, strict=True):
-        owned[offset : offset + length] = True
-    arena.keys[~owned], arena.values[~owned] = math.nan, math.nan
-
-
 @pytest.fixture(params=["llama", "sliding", "deep"])
 def folder(request, tmp_path, write_checkpoint):
     options = {
@@ -58,7 +36,7 @@ def folder(request, tmp_path, write_checkpoint):
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
 def test_kept_rows_are_those_of_the_paper_and_decoding_equals_the_masked_dense_model(
-    folder, dense, make_runner, random_ids, kept_positions, chunk
+    folder, dense, make_runner, random_ids, kept_positions, chunk, poison, visible_after
 ):
     prompt, new = random_ids(120), random_ids(20, seed=1)
     runner = make_runner(folder, policy="cake", budget=24, window=WINDOW, chunk=chunk)
@@ -76,7 +54,7 @@ def test_kept_rows_are_those_of_the_paper_and_decoding_equals_the_masked_dense_m
     )
     layers = runner.layout.num_layers
     assert sum(len(positions) for positions in kept.values()) == 24 * layers * runner.layout.num_kv_heads
-    poison(runner)
+    poison(runner.tenancy.arena)
     logits = decode(runner, sequence, new)
     ids = prompt + new
     reference = model.logits(ids, visible_after(kept, len(prompt), len(ids)))[len(prompt) :]
@@ -95,7 +73,7 @@ def test_a_row_is_stored_window_first_and_then_by_worth(folder, make_runner, ran
 
 
 def test_rows_of_different_lengths_per_head_decode_as_the_masked_dense_model(
-    folder, dense, make_runner, random_ids, kept_positions
+    folder, dense, make_runner, random_ids, kept_positions, poison, visible_after
 ):
     prompt, new = random_ids(100), random_ids(20, seed=1)
     runner = make_runner(folder, budget=40, window=WINDOW)
@@ -108,7 +86,7 @@ def test_rows_of_different_lengths_per_head_decode_as_the_masked_dense_model(
             arena.length[layer, head] -= drop
     assert not all(arena.agrees(layer) for layer in range(runner.layout.num_layers))
     kept = kept_positions(runner)
-    poison(runner)
+    poison(runner.tenancy.arena)
     logits = decode(runner, sequence, new)
     ids = prompt + new
     reference = dense(folder).logits(ids, visible_after(kept, len(prompt), len(ids)))[len(prompt) :]
@@ -117,7 +95,7 @@ def test_rows_of_different_lengths_per_head_decode_as_the_masked_dense_model(
 
 @pytest.mark.parametrize("lengths", [(10, 50, 3)])
 def test_forced_lengths_per_layer_write_behind_each_row(
-    tmp_path, write_checkpoint, dense, make_runner, random_ids, kept_positions, lengths
+    tmp_path, write_checkpoint, dense, make_runner, random_ids, kept_positions, lengths, poison, visible_after
 ):
     folder = write_checkpoint(tmp_path / "model")
     prompt, new = random_ids(60), random_ids(30, seed=1)
@@ -128,7 +106,7 @@ def test_forced_lengths_per_layer_write_behind_each_row(
     for layer, length in enumerate(lengths):
         arena.length[layer] = length
     kept, offset = kept_positions(runner), arena.offset.copy()
-    poison(runner)
+    poison(runner.tenancy.arena)
     logits = decode(runner, sequence, new)
     for layer, length in enumerate(lengths):
         for head in range(2):
@@ -168,7 +146,9 @@ def test_a_continued_prefill_keeps_what_one_dealing_over_old_rows_and_new_tokens
         held = kept
 
 
-def test_decoded_tokens_are_voted_on_and_vote_themselves(dense, make_runner, random_ids, kept_positions, folder):
+def test_decoded_tokens_are_voted_on_and_vote_themselves(
+    dense, make_runner, random_ids, kept_positions, folder, visible_after
+):
     prompt, reply, turn = random_ids(90), random_ids(13, seed=1), random_ids(3, seed=2)
     runner = make_runner(folder, policy="cake", budget=24, window=WINDOW)
     model, sequence = dense(folder), Sequence()

@@ -45,25 +45,6 @@ def feed(runner, sequence, ids, new_tokens=1):
     return runner.feed(sequence, ids, runner.prepare(sequence, len(ids), new_tokens))
 
 
-def visible_after(kept, prompt, total):
-    masks = {}
-    for row, positions in kept.items():
-        mask = torch.ones(total, total, dtype=torch.bool)
-        mask[prompt:, :prompt] = False
-        mask[prompt:, [position for position in positions if position < prompt]] = True
-        masks[row] = mask
-    return masks
-
-
-def poison(arena):
-    owned = np.zeros(arena.keys.shape[0], dtype=bool)
-    for offset, length in zip(arena.offset.flat, arena.length.flat, strict=True):
-        assert not owned[offset : offset + length].any(), "rows overlap"
-        owned[offset : offset + length] = True
-    arena.keys[torch.from_numpy(~owned)] = float("nan")
-    arena.values[torch.from_numpy(~owned)] = float("nan")
-
-
 def assert_ragged(runner, total, always=True):
     """Heads differ, the budget is used up to the slot, and the arena is no larger than the rows and one layer."""
     arena, (layers, heads) = runner.tenancy.arena, runner.tenancy.arena.length.shape
@@ -116,7 +97,7 @@ def test_adaptive_heads_keep_a_floor_each_and_the_best_of_the_rest_of_a_layer_of
 @pytest.mark.parametrize("compiled", [False, True], ids=["torch", "compiled"])
 @pytest.mark.parametrize("name", SHARINGS)
 def test_decoding_over_ragged_heads_is_that_of_the_dense_model_with_the_evicted_hidden(
-    runner_with, folder, dense, random_ids, kept_positions, name, compiled
+    runner_with, folder, dense, random_ids, kept_positions, name, compiled, poison, visible_after
 ):
     from cake_infer.engine import decode
 
@@ -144,7 +125,7 @@ def test_decoding_over_ragged_heads_is_that_of_the_dense_model_with_the_evicted_
 
 @pytest.mark.parametrize("name", SHARINGS)
 def test_a_further_piece_is_read_over_ragged_rows_and_ends_within_the_budget(
-    runner_with, folder, dense, random_ids, kept_positions, name
+    runner_with, folder, dense, random_ids, kept_positions, name, poison
 ):
     pieces = [random_ids(PROMPT), random_ids(5, seed=1), random_ids(40, seed=2)]
     runner, sequence, model, ids, masks = runner_with(name), Sequence(), dense(folder), [], {}
