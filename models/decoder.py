@@ -108,11 +108,6 @@ class Decoder:
             tensors.append(self.lm_head)
         return sum(tensor.nbytes for tensor in tensors)
 
-    @property
-    def buffer_nbytes(self) -> int:
-        """Bytes that the largest layer takes in the buffer of `widened` once it is in use."""
-        return max(self._converted_bytes(layer, self.compute_dtype, norms=True) for layer in self.layers)
-
     def embed(self, ids: Tensor) -> Tensor:
         """Embeddings [n, hidden_size] of token ids, int64 [n]; the scale is rounded to the compute dtype first, as
         in transformers."""
@@ -176,10 +171,6 @@ class Decoder:
         """Bytes of what has to be converted to have a layer in `dtype`."""
         found = (t for name, t in layer.named_tensors() if t.dtype != dtype and (norms or not name.endswith("norm")))
         return sum(tensor.numel() for tensor in found) * dtype.itemsize
-
-    def release_buffer(self) -> None:
-        """Free the widening buffer; the next `widened` allocates it again."""
-        self._buffer = self._in_buffer = None
 
     def attention_norm(self, layer: Layer, hidden: Tensor, work: Workspace | None = None) -> Tensor:
         """The input of attention, [n, hidden_size]; in a workspace it stays until `attention_output`."""

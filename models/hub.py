@@ -11,7 +11,7 @@ from pathlib import Path
 from ..errors import ModelNotFound, OptionError
 from .embedded import embedded_folder, ensure_embedded, is_embedded_complete
 from .hub_cache import Cached, cached, hub_cache_folder, offline
-from .hub_files import CONFIG, weight_bytes
+from .hub_files import CONFIG
 from .progress import OnProgress
 from .registry import ALIASES, EMBEDDED, alias_of, near_aliases
 
@@ -81,28 +81,6 @@ def local_model(name: str | Path, *, revision: str | None = None) -> Path | None
         return embedded_folder() if is_embedded_complete() else None
     found = cached(target.repo, revision)
     return found.snapshot if found.complete else None
-
-
-def model_size(name: str | Path, *, revision: str | None = None) -> int:
-    """Bytes of a model's safetensors: from its files where they are local, else as the hub states them.
-
-    Downloads no weights (config.json and the index of a hub model, some kB). Offline, an alias gives the registry's
-    figure. Raises as `resolve_model` does.
-    """
-    folder = local_model(name, revision=revision)
-    if folder is not None:
-        return weight_bytes(folder)
-    target = _target(name, revision)
-    if target.repo is None:
-        return ALIASES[EMBEDDED].bytes
-    if offline():
-        alias = alias_of(str(name))
-        if alias is not None and revision is None:
-            return ALIASES[alias].bytes
-        raise _not_cached(target.repo, revision, cached(target.repo, revision))
-    from .hub_remote import inspect_remote
-
-    return inspect_remote(target.repo, revision).weight_bytes
 
 
 @dataclass(frozen=True)

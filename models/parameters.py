@@ -19,10 +19,6 @@ class LayerParameter:
     name: str
     shape: tuple[int, ...]
 
-    @property
-    def is_norm(self) -> bool:
-        return self.field.endswith("norm")
-
     def full_name(self, layer: int) -> str:
         return f"model.layers.{layer}.{self.name}"
 

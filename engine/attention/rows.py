@@ -6,7 +6,7 @@ kernel that reads them there serves every length. The functions here read them o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -42,11 +42,6 @@ class Rows:
     @property
     def kv_heads(self) -> int:
         return self.offset.shape[1]
-
-    def of_sequence(self, index: int) -> Rows:
-        """The rows of one sequence of the batch."""
-        one = slice(index, index + 1)
-        return replace(self, offset=self.offset[one], length=self.length[one], query_position=self.query_position[one])
 
     def spans(self, newcomers: int = 1) -> list[tuple[int, int, int, slice]]:
         """Of each row that does something: sequence, KV head, offset, and the slots of its columns. Waits for a GPU."""

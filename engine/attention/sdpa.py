@@ -179,19 +179,7 @@ class Sdpa:
     name: ClassVar[str] = "sdpa"
     ragged: ClassVar[bool] = False
 
-    def prefill(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        *,
-        scale: float,
-        past: int,
-        sliding: SlidingMask | None = None,
-        lse: Tensor | None = None,
-    ) -> Tensor:
-        """See `Attention.prefill`."""
-        return prefill_attention(queries, keys, values, scale=scale, past=past, sliding=sliding, lse=lse)
+    prefill = staticmethod(prefill_attention)
 
     def decode(
         self, queries: Tensor, keys: Tensor, values: Tensor, *, scale: float, sliding: SlidingMask | None = None

@@ -67,8 +67,7 @@ class TestWidening:
         self, write_checkpoint: WriteCheckpoint, tmp_path: Path
     ) -> None:
         decoder = load(write_checkpoint(tmp_path))
-        assert decoder.widened(1) is decoder.layers[1]
-        assert decoder.buffer_nbytes == 0
+        assert all(decoder.widened(index) is layer for index, layer in enumerate(decoder.layers))
 
     @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma"])
     def test_another_layer_is_the_same_values_in_one_buffer(
@@ -88,10 +87,8 @@ class TestWidening:
                 ends.append((tensor.storage_offset(), tensor.storage_offset() + tensor.numel()))
             assert sorted(ends)[0][0] == 0
             assert all(end <= start for (_, end), (start, _) in zip(sorted(ends), sorted(ends)[1:], strict=False))
-            assert wide.q_proj.untyped_storage().nbytes() == 4 * numel == decoder.buffer_nbytes
+            assert wide.q_proj.untyped_storage().nbytes() == 4 * numel
         assert len(storages) == 1
-        decoder.release_buffer()
-        assert torch.equal(decoder.widened(1).q_proj, decoder.layers[1].q_proj.float())
 
     def test_only_what_differs_is_copied(self, write_checkpoint: WriteCheckpoint, tmp_path: Path) -> None:
         folder = write_checkpoint(tmp_path, dtype=torch.bfloat16)
