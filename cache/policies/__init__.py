@@ -161,7 +161,7 @@ def choose(
     if sharing.late and schedule == "cascade":
         raise OptionError(
             f"the allocation {sharing.name} compares all layers, so nothing can be evicted before the last one is "
-            "read: leave the schedule out"
+            "read: leave the option schedule out"
         )
     published = own_window(policy)
     as_named = (parts["indicator"].name, sharing.name) == (named.indicator, named.allocation)
