@@ -82,7 +82,9 @@ def test_an_unknown_total_shows_the_time_that_has_passed(clock: Clock) -> None:
     assert shown(stream) == ["importing  1m 15s"]
 
 
-def test_nothing_is_drawn_without_a_terminal_or_on_one_that_has_gone(clock: Clock) -> None:
+def test_nothing_is_drawn_without_a_terminal_or_on_one_that_has_gone(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
     bar = ProgressBar(None, clock)
     bar(Progress("load", 1, 2))
     bar.clear()
@@ -93,6 +95,7 @@ def test_nothing_is_drawn_without_a_terminal_or_on_one_that_has_gone(clock: Cloc
     clock.now += 1
     gone(Progress("load", 1, 10))
     gone.clear()
+    assert capsys.readouterr() == ("", "")  # nor anywhere else
 
 
 @pytest.mark.parametrize(
