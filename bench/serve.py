@@ -3,7 +3,8 @@
     python bench/serve.py --model smollm2-135m
 
 A server of its own process on a port of its own; clients are raw sockets in this one. Replies have a fixed length.
-The ceiling is the engine's batch in this process, without a server. All on the same cores.
+The ceiling is the engine's batch in this process, without a server, measured in turn with it: both are medians of
+ROUNDS. All on the same cores, so the share of them that clients and the server's event loop take is told too.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import argparse
 import asyncio
 import http.client
 import json
+import os
 import random
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Awaitable
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from report import report
 
 CLIENTS = 8
+ROUNDS = 3  # of engine and server in turn
 SENTENCE = "the harbour office keeps a watch on every ship that comes in from the north with the tide at night"
 
 
@@ -35,8 +40,9 @@ def text(words: int, seed: int) -> str:
 
 @contextmanager
 def server(args: argparse.Namespace):
-    """Starts the command and gives its port."""
+    """Starts the command and gives its port and its process id."""
     flags = ["--model", args.model, "--budget", str(args.budget), "--port", "0", "--parallel", str(2 * CLIENTS)]
+    flags += [] if args.quant is None else ["--quant", args.quant]
     process = subprocess.Popen(
         [sys.executable, "-m", "cake_infer", "serve", *flags],
         stderr=subprocess.PIPE,
@@ -50,7 +56,7 @@ def server(args: argparse.Namespace):
             print(f"  server: {line.strip()}")
         else:
             raise SystemExit("the server did not start")
-        yield int(line.split("http://127.0.0.1:")[1].split("/")[0])
+        yield int(line.split("http://127.0.0.1:")[1].split("/")[0]), process.pid
     finally:
         process.terminate()
         process.wait(20)
@@ -115,63 +121,85 @@ def post(port: int, path: str, body: dict[str, object]) -> dict[str, object]:
     return json.loads(connection.getresponse().read())
 
 
-def engine_rates(args: argparse.Namespace) -> dict[int, float]:
-    """Tokens a second of the engine's batch with 1 and with all sequences, without a server."""
-    from cake_infer import Engine, GenerationConfig
+def engine_rate(engine: Any, count: int, tokens: int) -> float:
+    """Tokens a second of the engine's batch of so many sequences, without a server."""
+    from cake_infer import GenerationConfig
     from cake_infer.engine.batch import Batch
     from cake_infer.engine.sequence import Sequence
 
-    found = {}
-    with Engine.load(args.model, budget=args.budget) as engine:
-        config = engine.resolved(GenerationConfig(max_new_tokens=args.tokens, temperature=0.0, logprobs=0))
-        for count in (1, CLIENTS):
-            with Batch(engine.runner, most=count) as batch:
-                for seed in range(count):
-                    batch.join(Sequence(), engine.encode(text(60, seed)), config)
-                batch.read()
-                times = []
-                while len(batch) == count:
-                    batch.step()
-                    times.append(time.perf_counter())
-                found[count] = count / float(np.median(np.diff(times)))
-    return found
+    config = engine.resolved(GenerationConfig(max_new_tokens=tokens, temperature=0.0, logprobs=0))
+    with Batch(engine.runner, most=count) as batch:
+        for seed in range(count):
+            batch.join(Sequence(), engine.encode(text(60, seed)), config)
+        batch.read()
+        times = [time.perf_counter()]
+        while len(batch) == count:
+            batch.step()
+            times.append(time.perf_counter())
+    return count * (len(times) - 1) / (times[-1] - times[0])
+
+
+def loop_seconds(pid: int) -> float:
+    """CPU seconds of a process's main thread, in which the server's event loop runs; 0 where Linux's /proc is not."""
+    try:
+        fields = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--quant", choices=("int8", "int4"))
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=80, help="of each reply")
     parser.add_argument("--long", type=int, default=2400, help="words of the long prompt")
     parser.add_argument("--rounds", type=int, default=1, help="requests of each client in the mixed load")
     parser.add_argument("--only", choices=PARTS, action="append", help="these parts; default all")
     args = parser.parse_args()
-    parts = args.only or PARTS
-    ceiling = engine_rates(args) if "decode" in parts else {}
-    with server(args) as port:
+    with server(args) as (port, pid):
         asyncio.run(together(completion(port, 60, 8, 0)))
-        for part in parts:
-            PARTS[part](args, port, ceiling)
+        for part in args.only or PARTS:
+            PARTS[part](args, port, pid)
 
 
-def decoding(args: argparse.Namespace, port: int, ceiling: dict[int, float]) -> None:
-    one = asyncio.run(together(completion(port, 60, args.tokens, 0)))
-    many = asyncio.run(together(*(completion(port, 60, args.tokens, seed) for seed in range(CLIENTS))))
-    report("serve", "decode, 1 client", rate(one), "tok/s", ceiling[1], percentiles=told("1 client", one))
-    alone = rate(one)
+def decoding(args: argparse.Namespace, port: int, pid: int) -> None:
+    from cake_infer import Engine
+
+    rates: dict[str, list[float]] = {name: [] for name in ("engine 1", "engine", "1", "all", "clients", "loop")}
+    one, many = [], []
+    with Engine.load(args.model, budget=args.budget, quant=args.quant) as engine:
+        for _ in range(ROUNDS):
+            rates["engine 1"].append(engine_rate(engine, 1, args.tokens))
+            rates["engine"].append(engine_rate(engine, CLIENTS, args.tokens))
+            alone = asyncio.run(together(completion(port, 60, args.tokens, 0)))
+            used, loop, started = time.process_time(), loop_seconds(pid), time.perf_counter()
+            found = asyncio.run(together(*(completion(port, 60, args.tokens, seed) for seed in range(CLIENTS))))
+            seconds = time.perf_counter() - started
+            rates["clients"].append((time.process_time() - used) / seconds)
+            rates["loop"].append((loop_seconds(pid) - loop) / seconds)
+            rates["1"].append(rate(alone))
+            rates["all"].append(rate(found))
+            one, many = one + alone, many + found
+    middle = {name: statistics.median(values) for name, values in rates.items()}
+    print(f"  of one core: clients {middle['clients']:.1%}, the server's event loop {middle['loop']:.1%}")
+    report("serve", "decode, 1 client", middle["1"], "tok/s", middle["engine 1"], percentiles=told("1 client", one))
     report(
         "serve",
         f"decode, {CLIENTS} clients",
-        rate(many),
+        middle["all"],
         "tok/s",
-        ceiling[CLIENTS],
-        {"1 client": alone},
+        middle["engine"],
+        {"1 client": middle["1"]},
         percentiles=told(f"{CLIENTS} clients", many),
-        engine_ratio=ceiling[CLIENTS] / ceiling[1],
+        engine_ratio=middle["engine"] / middle["engine 1"],
+        cores={"clients": middle["clients"], "event loop": middle["loop"]},
+        rounds=rates,
     )
 
 
-def documents(args: argparse.Namespace, port: int, ceiling: dict[int, float]) -> None:
+def documents(args: argparse.Namespace, port: int, pid: int) -> None:
     document = post(port, "/v1/documents", {"text": text(1800, 1), "raw": True})
     cake = {"document": document["id"]}
 
@@ -197,7 +225,7 @@ def documents(args: argparse.Namespace, port: int, ceiling: dict[int, float]) ->
     )
 
 
-def reading(args: argparse.Namespace, port: int, ceiling: dict[int, float]) -> None:
+def reading(args: argparse.Namespace, port: int, pid: int) -> None:
     async def beside() -> tuple[list[tuple[float, list[float]]], list[tuple[float, list[float]]]]:
         running = [asyncio.create_task(completion(port, 60, 3 * args.tokens, seed)) for seed in range(3)]
         await asyncio.sleep(1.0)
@@ -226,7 +254,7 @@ def reading(args: argparse.Namespace, port: int, ceiling: dict[int, float]) -> N
     )
 
 
-def loading(args: argparse.Namespace, port: int, ceiling: dict[int, float]) -> None:
+def loading(args: argparse.Namespace, port: int, pid: int) -> None:
     async def client(number: int) -> list[tuple[float, list[float]]]:
         chance = random.Random(number)
         return [
