@@ -14,6 +14,7 @@ from ...errors import ArenaFull
 from ..batch import Batch
 from ..engine import Engine
 from ..member import Outcome
+from ..openmp import release_workers
 from .errors import ApiError
 from .jobs import Event, Job
 
@@ -67,6 +68,7 @@ class Scheduler:
         self._thread = threading.Thread(target=self._live, name="cake-infer-steps", daemon=True)
 
     def start(self) -> None:
+        release_workers()  # of the thread that has loaded the model: from here on the steps' own thread calls torch
         self._thread.start()
 
     # -- from other threads -------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 from contextlib import nullcontext
 from pathlib import Path
@@ -157,6 +158,19 @@ def test_the_key_may_stand_in_the_environment(told, monkeypatch, capsys):
     args = parser.parse_args(["--host", "0.0.0.0"])
     assert serve.conflict(args, {"host"}) is None
     assert args.api_key == "secret"
+
+
+def test_the_thread_that_loaded_the_model_keeps_none_of_torchs_threads(serving, monkeypatch):
+    from cake_infer.engine.serving import scheduler
+
+    seen = []
+    monkeypatch.setattr(
+        scheduler, "release_workers", lambda: seen.append([one.name for one in threading.enumerate()].copy())
+    )
+    started = serving()
+    assert len(seen) == 1
+    assert "cake-infer-steps" not in seen[0], "before the steps' own thread begins"
+    assert started.client().completions.create(model="tiny", prompt="x", max_tokens=2).usage.completion_tokens
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
