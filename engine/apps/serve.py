@@ -84,7 +84,7 @@ def conflict(args: argparse.Namespace, given: set[str]) -> str | None:
 def run(args: argparse.Namespace, load: Load | None = None) -> int:
     """Serves until it is stopped. Raises CakeError."""
     options = from_args(ServeOptions, args)
-    for name in ("fastapi", "uvicorn", "prometheus_client"):
+    for name in ("fastapi", "uvicorn", "httptools", "prometheus_client"):
         if importlib.util.find_spec(name) is None:
             raise CakeError(f"serve needs the package {name}: pip install 'cake-infer[serve]'")
     from ...cache.budget import size_text

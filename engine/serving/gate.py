@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,6 +15,7 @@ from .replying import error_response
 
 OPEN = ("/", "/health")  # need no key
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/documents", "/v1/models", "/metrics", "/health")
+LATER = {"Retry-After": "1", "Connection": "close"}
 
 
 class Gate:
@@ -41,6 +42,10 @@ class Gate:
 
         headers = Headers(scope=scope)
         try:
+            if scope.get("state", {}).get("crowded"):
+                raise ApiError(
+                    503, "there are as many connections as this server takes: ask again later", headers=LATER
+                )
             self._check_host(headers)
             self._check_key(path, headers)
         except ApiError as error:
@@ -63,10 +68,18 @@ class Gate:
 
     def _check_host(self, headers: Headers) -> None:
         host, origin = headers.get("host"), headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and _parts(origin).netloc != host:
             raise ApiError(403, f"requests from pages of {origin} are not answered", code="foreign_origin")
         if host is None or not is_loopback(self._options.host):
             return
-        name = urlsplit(f"//{host}").hostname or ""
+        name = _parts(f"//{host}").hostname or ""
         if not is_loopback(name) and name != self._options.host:
             raise ApiError(403, f"this server is not called {name}", code="foreign_host")
+
+
+def _parts(url: str) -> SplitResult:
+    """Raises ApiError for what is no URL."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        raise ApiError(403, f"{url} is no address", code="foreign_host") from None

@@ -44,19 +44,19 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
-            raise OptionError(f"port must be between 0 (any that is free) and 65535, not {self.port}")
+            raise OptionError(f"the option port must be between 0 (any that is free) and 65535, not {self.port}")
         if self.api_key is not None and (not self.api_key.strip() or not self.api_key.isascii()):
-            raise OptionError("api_key must be a text of ASCII characters that is not empty")
+            raise OptionError("the option api_key must be a text of ASCII characters that is not empty")
         for name in ("slice", "patience", "grace"):
             if getattr(self, name) < 0:
-                raise OptionError(f"{name} must be 0 seconds or more, not {getattr(self, name)}")
+                raise OptionError(f"the option {name} must be 0 seconds or more, not {getattr(self, name)}")
         for name in ("parallel", "max_body", "connections", "backlog"):
             if getattr(self, name) < 1:
-                raise OptionError(f"{name} must be at least 1, not {getattr(self, name)}")
+                raise OptionError(f"the option {name} must be at least 1, not {getattr(self, name)}")
         if self.api_key is None and not self.public and not is_loopback(self.host):
             raise OptionError(
-                f"host {self.host} can be reached from other machines, and anybody there could use the model: set the "
-                "option api_key, or the option public to let everybody in"
+                f"the option host is {self.host}, which can be reached from other machines, and anybody there could "
+                "use the model: set the option api_key, or the option public to let everybody in"
             )
 
 

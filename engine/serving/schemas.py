@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError, from_json
 
 from ..generation import GenerationConfig
 from .errors import ApiError, invalid
 
 MOST_LOGPROBS = 20
 MOST_STOPS = 16
+MOST_PROMPTS = 1024
 
 Body = TypeVar("Body", bound="Request")
+Item = TypeVar("Item")
+
+
+class _FirstError(FailFast):
+    """An error for each of millions of wrong items would take minutes."""
+
+    __hash__ = object.__hash__  # as a part of a union has to have
+
+
+List = Annotated[list[Item], _FirstError()]
 
 
 def _nothing(value: object) -> bool:
@@ -138,7 +149,7 @@ class Sampling(Request):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | List[str] | None = None
     ignore_eos: bool | None = None
     cake: CakeOptions = Field(default_factory=CakeOptions)
 
@@ -193,7 +204,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | List[dict[str, Any]] | None = None
     tool_calls: list[Any] | None = None
     function_call: dict[str, Any] | None = None
 
@@ -221,7 +232,7 @@ def _part(part: dict[str, Any], where: str, number: int) -> str:
 class ChatRequest(Sampling):
     """The body of /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: List[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=0)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
@@ -245,8 +256,18 @@ class ChatRequest(Sampling):
 class CompletionRequest(Sampling):
     """The body of /v1/completions."""
 
-    prompt: str | list[int] | list[str] | list[list[int]] = Field(union_mode="left_to_right")
+    prompt: str | List[int] | List[str] | List[List[int]] = Field(union_mode="left_to_right")
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def few(cls, prompt: object) -> object:
+        """Before millions of prompts are looked at, each for itself."""
+        if isinstance(prompt, list) and len(prompt) > MOST_PROMPTS and not isinstance(prompt[0], int):
+            raise PydanticCustomError(
+                "too_many", f"these are {len(prompt):,} prompts, and {MOST_PROMPTS:,} are the most"
+            )
+        return prompt
 
     def top_logprobs_wanted(self) -> int | None:
         return self.logprobs

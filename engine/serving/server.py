@@ -1,8 +1,7 @@
-"""The socket: listening, connections that do not hold up their end, and stopping."""
+"""The socket: listening, and stopping."""
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import socket
 import sys
@@ -10,13 +9,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from ...errors import CakeError
 from .app import create_app
+from .protocol import Protocol
 from .service import Service
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -52,66 +50,21 @@ def _no_address(host: str, port: int, error: OSError) -> str:
     return f"cannot listen on {host}, port {port}: {error.strerror or error}"
 
 
-class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """A connection that is closed if its client neither sends a request nor takes its answer for too long.
-
-    What handles a request finds the transport in the scope's state, to end it if it must.
-    """
-
-    patience = 60.0
-    app_state: dict[str, Any]
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self.app_state = {**self.app_state, "transport": transport}
-        self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._arm("request")
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        for name in list(self._timers):
-            self._disarm(name)
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.cycle is None or self.cycle.response_complete:
-            self._arm("request")
-        else:
-            self._disarm("request")
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._arm("reading")
-
-    def resume_writing(self) -> None:
-        self._disarm("reading")
-        super().resume_writing()
-
-    def _arm(self, name: str) -> None:
-        if name not in self._timers:
-            self._timers[name] = self.loop.call_later(self.patience, self.transport.abort)
-
-    def _disarm(self, name: str) -> None:
-        timer = self._timers.pop(name, None)
-        if timer is not None:
-            timer.cancel()
-
-
 class Server(uvicorn.Server):
     """Ctrl-C and SIGTERM let running replies end, for as long as `grace` says; a second one does not wait."""
 
     def __init__(self, service: Service) -> None:
         options = service.options
+        bounds = {"patience": options.patience, "most_connections": options.connections}
         super().__init__(
             uvicorn.Config(
                 create_app(service),
-                http=type("Protocol", (Protocol,), {"patience": options.patience}),
+                http=type("Protocol", (Protocol,), bounds),
                 ws="none",
                 lifespan="on",
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                limit_concurrency=options.connections,
                 timeout_graceful_shutdown=int(options.grace + BESIDES_GRACE_S),
             )
         )

@@ -131,6 +131,10 @@ class Service:
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
     def _chat(self, request: ChatRequest) -> Running:
+        self._check_replies(request, 1)
+        if len(request.messages) > self.engine.context:  # and each of them has a token
+            told = f"there are {len(request.messages):,} messages, but the model's context is {self.engine.context:,}"
+            raise invalid(f"{told}: shorten the conversation", "messages", "context_length_exceeded")
         messages, document = request.plain_messages(), self._document(request.cake)
         if document is None:
             ids = self.engine.encode(messages=messages)
@@ -146,8 +150,9 @@ class Service:
         document = self._document(request.cake)
         if document is not None and not isinstance(document.source, str):
             raise invalid("this document was read as a chat: ask by /v1/chat/completions", "cake.document")
-        prompts = []
-        for prompt in request.prompts():
+        given, prompts = request.prompts(), []
+        self._check_replies(request, len(given))
+        for prompt in given:
             text, ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
             prompts.append(self.engine.encode(text, ids=ids, cache=document))
         return self._reply(request, prompts, document, CompletionAnswer)
@@ -163,8 +168,6 @@ class Service:
         self, request: Sampling, prompts: list[list[int]], document: Document | None, kind: type[Answer]
     ) -> Running:
         copies = request.n or 1
-        if copies * len(prompts) > self.options.parallel:
-            raise invalid(f"these are {copies * len(prompts)} replies, and {self.options.parallel} are the most", "n")
         generation = self.engine.resolved(request.generation(self.defaults))
         before = 0 if document is None else document.tokens
         jobs: list[ReplyJob] = []
@@ -217,6 +220,12 @@ class Service:
             _nowhere,
             finish=lambda sequence: as_document(self.engine, sequence, source),
         )
+
+    def _check_replies(self, request: Sampling, prompts: int) -> None:
+        """Raises ApiError for more replies than may run together: before a prompt is looked at."""
+        replies = (request.n or 1) * prompts
+        if replies > self.options.parallel:
+            raise invalid(f"these are {replies:,} replies, and {self.options.parallel} are the most", "n")
 
     def _check_prompt(self, tokens: int, new_tokens: int) -> None:
         most = self.options.max_prompt

@@ -135,6 +135,9 @@ def test_a_prompt_that_is_too_long_is_told_with_both_figures(serving):
         with pytest.raises(openai.BadRequestError, match=figures) as raised:
             one.completions.create(model="tiny", prompt="x y " * words)
         assert raised.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match=r"129 messages.*128") as raised:
+        client.chat.completions.create(model="tiny", messages=HELLO[:1] * 129)
+    assert raised.value.code == "context_length_exceeded"
     long = client.completions.create(model="tiny", prompt="x y " * 12, max_tokens=1000, extra_body={"ignore_eos": True})
     assert long.usage.total_tokens == 128
     assert long.choices[0].finish_reason == "length"
@@ -146,6 +149,43 @@ def test_a_request_that_no_empty_arena_holds_is_refused_and_not_kept_waiting(ser
     with pytest.raises(openai.BadRequestError, match="KV memory"):
         client.completions.create(model="tiny", prompt="x y " * 300, max_tokens=2000)
     assert client.completions.create(model="tiny", prompt="x", max_tokens=2).usage.completion_tokens <= 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", b'{"prompt": [' + b"[], " * 400_000 + b"[]]}"),
+        ("/v1/completions", b'{"prompt": [' + b'"a", ' * 400_000 + b'"a"]}'),
+        ("/v1/completions", b'{"prompt": [1, ' + b"{}, " * 400_000 + b"{}]}"),
+        ("/v1/completions", b'{"prompt": "x", "stop": [' + b"1, " * 400_000 + b"1]}"),
+        (CHAT, b'{"messages": [' + b"{}, " * 400_000 + b"{}]}"),
+        (CHAT, b'{"messages": [' + b'{"role": "user", "content": "x"}, ' * 10_000 + b'{"role": "user"}]}'),
+        (CHAT, b'{"messages": [{"role": "user", "content": [' + b"1, " * 400_000 + b"1]}]}"),
+    ],
+)
+def test_lists_without_end_are_refused_before_each_item_is_looked_at(serving, monkeypatch, path, body):
+    from cake_infer.engine.engine import Engine
+
+    started = serving()
+    monkeypatch.setattr(Engine, "encode", lambda *_, **__: pytest.fail("nothing was to be encoded"))
+    response = httpx.post(f"{started.url}{path}", content=body, timeout=30)
+    assert response.status_code == 400
+    assert len(is_openai_error(response)["message"]) < 300
+
+
+def test_one_error_of_a_list_is_enough():
+    from cake_infer.engine.serving.schemas import ChatRequest, CompletionRequest
+    from pydantic import ValidationError
+
+    for kind, body in (
+        (ChatRequest, {"messages": [{}] * 50}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [1] * 50}]}),
+        (CompletionRequest, {"prompt": [1, *[{}] * 50]}),
+        (CompletionRequest, {"prompt": "x", "stop": [1] * 50}),
+    ):
+        with pytest.raises(ValidationError) as raised:
+            kind.model_validate(body)
+        assert raised.value.error_count() < 8
 
 
 def test_a_template_that_refuses_is_a_bad_request(serving):
