@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..cache.arena import Arena
+from ..cache.holds.base import HoldRule
 from ..cache.packed_arena import PackedArena
 from ..cache.packed_store import PackedStore
 from ..cache.store import Store
@@ -29,6 +30,7 @@ from .attention import Attention
 from .capture import Body, Capture, CudaGraphs, Uncaptured
 from .device_sampling import DeviceSampler, Kind
 from .device_step import DeviceState, DeviceStep, host_tables, undo
+from .packed_seats import cut_seat, flush_seat, packed_store_of
 from .seat import Chosen, Seat
 
 log = logging.getLogger(__name__)
@@ -59,10 +61,14 @@ class Ahead:
         hold: bool,
         valid: int | None = None,
         unused: Tensor | None = None,
+        rule: HoldRule | None = None,
         capture: Capture | None = None,
     ) -> None:
-        """Raises BackendError where this decoder's step cannot be captured."""
-        self._decoder, self._window, self._hold = decoder, window, hold
+        """Raises BackendError where this decoder's step cannot be captured.
+
+        rule: by which packed rows are cut, between steps, so that these hold nothing; None for other rows.
+        """
+        self._decoder, self._window, self._hold, self._rule = decoder, window, hold, rule
         self._valid, self._unused = valid, unused
         self._step = DeviceStep(decoder, attention, window=window, hold=hold)
         self._capture = capture or (CudaGraphs() if decoder.device.type == "cuda" else Uncaptured())
@@ -94,6 +100,8 @@ class Ahead:
         self._flight = None
         for seat in flight.seats:
             _commit(seat)
+            if self._rule is not None and self._state is not None:
+                cut_seat(self._state, seat, self._decoder, self._window, self._rule)
         going_on = self._going_on(flight, seats)
         if going_on:
             self._flight = self._launch(going_on)
@@ -163,7 +171,7 @@ class Ahead:
             for seat, arena in zip(seats, arenas, strict=True):
                 seat.arena = arena
             if changed:
-                self._use(store, _packed_store_of(seats))
+                self._use(store, packed_store_of(seats))
             self._state = self._state_of(max(room, len(seats)), seats)
             self._seats = [None] * self._state.rows
             newcomers = seats
@@ -219,34 +227,25 @@ class Ahead:
     def _undo(self, seat: Seat) -> None:
         """Put back the slots of a seat that the step ahead has exchanged."""
         limit, arena = seat.sequence.limit, seat.arena
-        if seat.ahead and limit is not None and arena is not None:
+        if seat.ahead and limit is not None and arena is not None and self._rule is None:
             undo(arena, limit, seat.sequence.total)
 
     # -- launches -----------------------------------------------------------------------------------------------------
 
     def _launch(self, seats: list[Seat]) -> _Flight:
+        assert self._state is not None
         kind = Kind.GREEDY
         for seat in seats:
             kind |= seat.kind
-            self._flush(seat)
+            flush_seat(self._state, seat)
         self._replay(kind)()
         self._slot ^= 1
-        assert self._state is not None
         self._pinned[self._slot].copy_(self._state.chosen, non_blocking=True)
         if self._events:
             self._events[self._slot].record()
         for seat in seats:
             seat.ahead = True
         return _Flight(list(seats), self._slot)
-
-    def _flush(self, seat: Seat) -> None:
-        """Pack what fills a group of a seat's rows, whose host tables are those of the step that comes next."""
-        arena = seat.arena
-        if isinstance(arena, PackedArena) and arena.due.any():
-            arena.flush()
-            assert self._state is not None
-            assert seat.row is not None
-            self._state.place(seat.row, host_tables(arena, seat.sequence.limit))
 
     def _wait(self, flight: _Flight) -> list[int]:
         """The tokens of a step, by row; waits for the copy of these alone."""
@@ -312,7 +311,7 @@ class Ahead:
 def _commit(seat: Seat) -> None:
     """Let the host's tables know that the seat's token has been fed."""
     assert seat.arena is not None
-    limit: np.ndarray | None = seat.sequence.limit
+    limit: np.ndarray | None = None if isinstance(seat.arena, PackedArena) else seat.sequence.limit
     seat.arena.length += 1 if limit is None else (seat.arena.length < limit)
     seat.sequence.ids.append(seat.token)
     seat.ahead = False
@@ -323,12 +322,6 @@ def _store_of(seats: list[Seat]) -> Store:
     assert len(stores) == len(seats), "a seat came without its arena"
     assert all(store is stores[0] for store in stores), "rows of one batch live in one store"
     return stores[0]
-
-
-def _packed_store_of(seats: list[Seat]) -> PackedStore | None:
-    """Where the packed parts of the seats' rows are."""
-    arena = seats[0].arena
-    return arena.packed.store if isinstance(arena, PackedArena) else None
 
 
 def _sequences(count: int) -> str:

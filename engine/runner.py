@@ -163,7 +163,7 @@ class Runner:
     @cached_property
     def step(self) -> Step:
         """What makes the decode steps; looked for when the first one is due."""
-        graph = make_graph_step(self.decoder, self.attention, self._wanted_step, self.make_ahead)
+        graph = make_graph_step(self.decoder, self.attention, self._wanted_step, self.make_ahead, self.rule)
         if graph is not None:
             return graph
         step = make_step(
@@ -180,17 +180,19 @@ class Runner:
 
     def make_ahead(self) -> Ahead:
         """What decodes ahead with this model and cache. Raises BackendError where it cannot."""
-        if self.rule is not None or self.cache.recascade is not None:
+        packed = self.layout.kv_bits is not None
+        if (self.rule is not None and not packed) or self.cache.recascade is not None:
             raise BackendError(
-                "a graph holds rows by attention at every step and unpacked, and has no form for the option recascade"
+                "a graph has no form of hold but by attention at every step, nor of the option recascade"
             )
         return Ahead(
             self.decoder,
             self.attention,
             window=self.cache.window,
-            hold=self.hold,
+            hold=self.hold and not packed,
             valid=self.valid_ids,
             unused=self.unused,
+            rule=self.rule,
         )
 
     @property

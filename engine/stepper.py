@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ONLY_ATTENTION = "holds by attention, or at intervals by most rules"
-NO_PACKED = "has no form for packed rows that are held at their length"
 
 OnWait = Callable[[], None]  # called about ten times a second while something is waited for; it may raise
 
@@ -70,17 +69,16 @@ class GraphStep(EagerStep):
 
     at_hand = False
 
-    def __init__(self, decoder: Decoder, attention: Attention, ahead: Ahead) -> None:
-        super().__init__(decoder, attention)
+    def __init__(self, decoder: Decoder, attention: Attention, ahead: Ahead, rule: HoldRule | None = None) -> None:
+        super().__init__(decoder, attention, rule)
         self.ahead = ahead
 
 
 def check_step(wanted: str, device: torch.device, cache: CacheConfig | None = None) -> None:
     """Raise BackendError if a step is wanted where it cannot run whatever the model: before weights are read."""
     rule = None if cache is None else make_hold(cache)
-    if cache is not None and cache.kv_bits is not None and rule is not None and wanted == "graph":
-        raise BackendError(f"step graph {NO_PACKED}: leave the option step out, or the option kv_bits")
-    if rule is not None and wanted in ("compiled", "graph"):
+    packed = cache is not None and cache.kv_bits is not None  # whose rules are asked between steps
+    if rule is not None and not packed and wanted in ("compiled", "graph"):
         from .interval_step import is_cut_between
 
         if wanted == "graph" or not is_cut_between(rule):
@@ -96,7 +94,11 @@ def check_step(wanted: str, device: torch.device, cache: CacheConfig | None = No
 
 
 def make_graph_step(
-    decoder: Decoder, attention: Attention, wanted: str, make_ahead: Callable[[], Ahead]
+    decoder: Decoder,
+    attention: Attention,
+    wanted: str,
+    make_ahead: Callable[[], Ahead],
+    rule: HoldRule | None = None,
 ) -> GraphStep | None:
     """The step "graph", which "auto" takes on a CUDA device; None where another one is to be made.
 
@@ -108,7 +110,7 @@ def make_graph_step(
     try:
         if not attention.ragged:
             raise BackendError(f"a graph's attention reads lengths on the device, {attention.name} does not")
-        return GraphStep(decoder, attention, make_ahead())
+        return GraphStep(decoder, attention, make_ahead(), rule)
     except BackendError as error:
         if wanted == "graph":
             raise

@@ -45,12 +45,13 @@ def make_graphed(make_runner):
             runner.decoder,
             attention,
             window=runner.cache.window,
-            hold=runner.hold,
+            hold=False,
             valid=runner.valid_ids,
             unused=runner.unused,
+            rule=runner.rule,
             capture=Counted(),
         )
-        runner.step = GraphStep(runner.decoder, attention, ahead)
+        runner.step = GraphStep(runner.decoder, attention, ahead, runner.rule)
         return runner
 
     return make
@@ -85,6 +86,10 @@ def assert_same(ours, theirs, close):
 CASES = {
     "grow": ({}, {"policy": "snapkv", "budget": 50, "kv_bits": 8}),  # 46 are packed: 18 more fill the second group
     "sliding": ({"model_type": "mistral", "sliding_window": 16}, {"budget": 50, "kv_bits": 8, "heads": "adaptive"}),
+    "hold": (
+        {"model_type": "mistral", "sliding_window": 40},
+        {"budget": 60, "kv_bits": 8, "heads": "adaptive", "decode_policy": "hold"},
+    ),
     "full": ({"head_dim": 32, "num_attention_heads": 2}, {"policy": "full", "kv_bits": 4}),
 }
 
@@ -124,12 +129,20 @@ def test_replies_and_what_they_leave_are_those_of_the_eager_step(
     assert graphed.ahead.captures <= 2
 
 
+@pytest.mark.parametrize("decode_policy", ["grow", "hold"])
 def test_a_batch_over_packed_rows_gives_what_each_gets_alone(
-    tmp_path, write_checkpoint, make_runner, make_graphed, random_ids
+    tmp_path, write_checkpoint, make_runner, make_graphed, random_ids, decode_policy
 ):
     """Some join while others are decoded; their rows are packed at different steps, and spans move between them."""
     folder = write_checkpoint(tmp_path / "model", num_hidden_layers=2)
-    options = {"chunk": 16, "context": 512, "window": WINDOW, "budget": 50, "kv_bits": 4}
+    options = {
+        "chunk": 16,
+        "context": 512,
+        "window": WINDOW,
+        "budget": 50,
+        "kv_bits": 4,
+        "decode_policy": decode_policy,
+    }
     prompts = [random_ids(n, seed=n) for n in (70, 20, 45)]
     eager = make_runner(folder, step="eager", **options)
     plans = [generation(max_new_tokens=count) for count in (70, 45, 60)]

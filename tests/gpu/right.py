@@ -22,6 +22,7 @@ CACHES = {
     "hold": {"policy": "cake", "decode_policy": "hold"},
     "full": {"policy": "full"},
     "packed": {"policy": "cake", "kv_bits": 4},
+    "packed, hold": {"policy": "cake", "kv_bits": 8, "decode_policy": "hold"},
 }
 # each is compiled anew, some seconds in all
 SHAPES = {  # head_dim and query heads of a KV head
@@ -192,8 +193,8 @@ def ids(check: Check) -> None:
     decoder = check.decoder(scale.small, "float32")
     for cache, options in CACHES.items():
         for kind, choice in {"greedy": {}, "sampled": {"temperature": 0.8, "top_p": 0.9, "top_k": 50}}.items():
-            dry = ("hold", "sampled"), ("packed", "greedy")
-            if (cache, kind) in (("full", "sampled"), ("packed", "sampled")) or (
+            dry = ("hold", "sampled"), ("packed", "greedy"), ("packed, hold", "greedy")
+            if (cache, kind) in (("full", "sampled"), ("packed", "sampled"), ("packed, hold", "sampled")) or (
                 scale.dry and (cache, kind) not in dry
             ):
                 continue

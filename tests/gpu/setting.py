@@ -209,7 +209,7 @@ class Check:
             attention="triton" if decoder.device.type == "cuda" or self.scale.dry else "auto",
         )
         if self.scale.dry and step == "graph":
-            runner.step = GraphStep(decoder, runner.attention, runner.make_ahead())
+            runner.step = GraphStep(decoder, runner.attention, runner.make_ahead(), runner.rule)
         return runner
 
 
