@@ -32,6 +32,7 @@ COMMANDS = {
     "eval fidelity": ("eval_fidelity", "how far each policy's cache is from the full one, over many prompts"),
     "eval needle": ("eval_needle", "whether facts in a long text are found again, by length, depth and policy"),
     "eval longbench": ("eval_longbench", "LongBench's tasks with its prompts and metrics, per policy and budget"),
+    "eval generation": ("eval_generation", "what each rule of decoding loses over a long continuation, step by step"),
     "eval speed": ("eval_speed", "prefill, decode and peak memory of each policy"),
     "tune": ("tune", "CAKE's constants for a model, by grid search over your own texts"),
     "inspect": ("inspect", "a page that shows what every layer and head kept of one prompt"),

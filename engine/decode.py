@@ -39,7 +39,7 @@ def step(
 
     The rows must have room (`Arena.capacity`): the caller checks before the first step.
     """
-    return batch_step(decoder, [arena], [sequence], [token], window=window, attention=attention, rule=rule)[0]
+    return batch_step(decoder, [arena], [sequence], [token], window=window, attention=attention, rules=[rule])[0]
 
 
 def batch_step(
@@ -50,7 +50,7 @@ def batch_step(
     *,
     window: int,
     attention: Attention = SDPA,
-    rule: HoldRule | None = None,
+    rules: list[HoldRule | None] | None = None,
     together: bool | None = None,
 ) -> Tensor:
     """Feed one token to each of n sequences. Returns the next tokens' logits fp32 `[n, vocab]`.
@@ -58,10 +58,11 @@ def batch_step(
     Each sequence attends over its own rows, as long as they are. A ragged backend reads the rows of all sequences in
     one launch; their arenas then share a store. `together`: every matrix meets the n tokens in one product, as on a
     GPU. Otherwise, on a CPU, a layer is widened once and meets one token after another: a product with more rows adds
-    up in another order, and a reply would depend on its neighbours. With a hold rule
-    `rule` rows are gone through one by one (`holding.py`; packed ones behind the step, `packed_holding.py`); without
-    one, full rows give up the slot that is attended to least.
+    up in another order, and a reply would depend on its neighbours. With a hold rule, one of `rules` for each sequence,
+    rows are gone through one by one (`holding.py`; packed ones behind the step, `packed_holding.py`); without one, full
+    rows give up the slot that is attended to least.
     """
+    rules = rules or [None] * len(tokens)
     for arena in arenas:
         if isinstance(arena, PackedArena):
             arena.flush()
@@ -70,7 +71,7 @@ def batch_step(
     hidden = decoder.embed(ids)  # [n, hidden]
     config = decoder.config
     tables = None
-    if rule is None and attention.ragged and all(arena.store is arenas[0].store for arena in arenas):
+    if not any(rules) and attention.ragged and all(arena.store is arenas[0].store for arena in arenas):
         tables = RowTables(arenas, [one.limit for one in sequences], [one.total for one in sequences])
     count = len(tokens)
     if together is None:
@@ -91,7 +92,7 @@ def batch_step(
             attended = _ragged_attention(decoder, tables, index, queries, keys, values, window, attention)
         else:
             attended = torch.empty_like(queries)
-            for i, (arena, sequence) in enumerate(zip(arenas, sequences, strict=True)):
+            for i, (arena, sequence, rule) in enumerate(zip(arenas, sequences, rules, strict=True)):
                 one = slice(i, i + 1)
                 if isinstance(arena, PackedArena):
                     attended[:, i] = packed_attention(
@@ -119,7 +120,7 @@ def batch_step(
             hidden[part] += decoder.mlp(layer, decoder.mlp_norm(layer, hidden[part]))
     if tables is not None:
         tables.advance()
-    for sequence, token in zip(sequences, tokens, strict=True):
+    for sequence, token, rule in zip(sequences, tokens, rules, strict=True):
         sequence.ids.append(token)
         if rule is not None and rule.keeps_scores:
             sequence.read = sequence.total  # what lies with its row is a score like the others

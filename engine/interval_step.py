@@ -41,23 +41,44 @@ class IntervalStep:
         return self.batch([arena], [sequence], [token], window=window)[0]
 
     def batch(self, arenas: list[Arena], sequences: list[Sequence], tokens: list[int], *, window: int) -> Tensor:
-        """See `CompiledStep.batch`. The limits that rows may grow beyond are hidden from it, and no row reaches more
-        than its capacity, which has room for the interval."""
-        limits = [sequence.limit for sequence in sequences]
-        for sequence in sequences:
-            sequence.limit = None
-        try:
-            logits = self._step.batch(arenas, sequences, tokens, window=window)
-        finally:
-            for sequence, limit in zip(sequences, limits, strict=True):
-                sequence.limit = limit
-        for arena, sequence in zip(arenas, sequences, strict=True):
-            if sequence.limit is not None and isinstance(arena, PackedArena):
-                cut_packed(self._decoder, arena, sequence, window, self._rule)
-            elif sequence.limit is not None:
-                cut_grown(self._decoder, arena, sequence, window, self._rule)
-        return logits
+        """See `step_under_rules`."""
+        rules: list[HoldRule | None] = [self._rule] * len(arenas)
+        return step_under_rules(self._step, self._decoder, arenas, sequences, tokens, rules, window=window)
 
     def prepare(self, arena: Arena, sequence: Sequence, *, window: int, on_wait: OnWait | None = None) -> None:
         """See `CompiledStep.prepare`."""
         self._step.prepare(arena, sequence, window=window, on_wait=on_wait)
+
+
+def step_under_rules(
+    step: CompiledStep,
+    decoder: Decoder,
+    arenas: list[Arena],
+    sequences: list[Sequence],
+    tokens: list[int],
+    rules: list[HoldRule | None],
+    *,
+    window: int,
+) -> Tensor:
+    """`CompiledStep.batch`, each sequence under a rule that is cut between steps, or under none: what the step does.
+
+    The limits that rows may grow beyond are hidden from it, and no row reaches more than its capacity, which has room
+    for the interval.
+    """
+    limits = [sequence.limit for sequence in sequences]
+    for sequence, rule in zip(sequences, rules, strict=True):
+        if rule is not None:
+            sequence.limit = None
+    try:
+        logits = step.batch(arenas, sequences, tokens, window=window)
+    finally:
+        for sequence, limit in zip(sequences, limits, strict=True):
+            sequence.limit = limit
+    for arena, sequence, rule in zip(arenas, sequences, rules, strict=True):
+        if rule is None or sequence.limit is None:
+            continue
+        if isinstance(arena, PackedArena):
+            cut_packed(decoder, arena, sequence, window, rule)
+        else:
+            cut_grown(decoder, arena, sequence, window, rule)
+    return logits

@@ -43,7 +43,7 @@ class RecascadingStep:
 
     def __call__(self, arena: Arena, sequence: Sequence, token: int, *, window: int) -> Tensor:
         """See `Step`."""
-        if self._due(arena, sequence):
+        if is_due(arena, sequence, self._every):
             policy = self._policy(sequence.budget)
             recascade(self._decoder, arena, sequence, policy, window=window, every=self._every, spare=self._spare)
         return self._step(arena, sequence, token, window=window)
@@ -52,12 +52,13 @@ class RecascadingStep:
         """See `Step`."""
         self._step.prepare(arena, sequence, window=window, on_wait=on_wait)
 
-    def _due(self, arena: Arena, sequence: Sequence) -> bool:
-        """Every so many tokens behind the last prefill, where rows have reached their limits."""
-        written = sequence.total - sequence.read
-        if not written or written % self._every or sequence.ring is None or sequence.limit is None:
-            return False
-        return bool((arena.length >= sequence.limit).all())
+
+def is_due(arena: Arena, sequence: Sequence, every: int) -> bool:
+    """After every so many tokens behind the last prefill, where rows have reached their limits."""
+    written = sequence.total - sequence.read
+    if not written or written % every or sequence.ring is None or sequence.limit is None:
+        return False
+    return bool((arena.length >= sequence.limit).all())
 
 
 def recascade(

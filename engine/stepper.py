@@ -174,7 +174,13 @@ class EagerBatchStep:
         self, shared: SharedArena, arenas: list[Arena], sequences: list[Sequence], tokens: list[int], *, window: int
     ) -> Tensor:
         return decode.batch_step(
-            self._decoder, arenas, sequences, tokens, window=window, attention=self._attention, rule=self._rule
+            self._decoder,
+            arenas,
+            sequences,
+            tokens,
+            window=window,
+            attention=self._attention,
+            rules=[self._rule] * len(tokens),
         )
 
 

@@ -127,7 +127,7 @@ class Comparison:
     def of(cls, args: argparse.Namespace) -> Comparison:
         """Raises OptionError or BudgetError."""
         window = None if args.own_windows else args.window
-        policies = combinations(args.policies, window)
+        policies = combinations(args.policies, window, decoding=getattr(args, "decoding", False))
         for choice in (one.config.choice for one in policies):
             if choice is not None:
                 choice.check_files()

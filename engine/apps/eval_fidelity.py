@@ -8,11 +8,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..evaluation.rows import Row, read_rows
-from ..evaluation.summary import Measure, rows, summarise
-from ..evaluation.table import show
+from ..evaluation.summary import Measure, summarise
 from ..options import positive_count
 from .comparison import Comparison, add_comparison_arguments, add_row_arguments, comparison_conflict
-from .comparison_run import Records, Setting, compare
+from .comparison_run import Records, Setting, budget_table, compare, publish
 from .console import Console
 from .loading import Load, add_output_arguments
 
@@ -82,15 +81,8 @@ def report(
     records: Sequence[dict[str, Any]], args: argparse.Namespace, comparison: Comparison, console: Console
 ) -> None:
     """The tables on standard output, and plots and a page beside the results."""
-    from ..evaluation.report import write_report
-
     budgets = [str(budget) for budget in comparison.budgets]
     entries = summarise(records, MEASURES, comparison.names, budgets, comparison.baseline)
-    tables = []
-    for budget in budgets:
-        title = f"budget {budget}, question {args.question}, {comparison.model}"
-        header, cells = rows([one for one in entries if one.budget == budget], MEASURES, comparison.baseline)
-        tables.append((title, header, cells))
-        console.text(show(title, header, cells) + "\n")
-    page = write_report(comparison.out, f"fidelity-{args.question}", comparison.model, MEASURES, entries, tables)
-    console.notice(f"wrote {page}")
+    titles = {budget: f"budget {budget}, question {args.question}, {comparison.model}" for budget in budgets}
+    tables = [budget_table(titles[budget], entries, MEASURES, comparison, budget) for budget in budgets]
+    publish(console, comparison, f"fidelity-{args.question}", MEASURES, entries, tables)

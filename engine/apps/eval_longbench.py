@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..evaluation.longbench import NEW_TOKENS
 from ..evaluation.rows import Row, read_rows
-from ..evaluation.summary import Measure, rows, summarise
-from ..evaluation.table import show
+from ..evaluation.summary import Measure, summarise
 from ..options import positive_count
 from .comparison import Comparison, add_comparison_arguments, add_row_arguments, comparison_conflict
-from .comparison_run import Records, Setting, compare
+from .comparison_run import Records, Setting, budget_table, compare, publish
 from .console import Console
 from .loading import Load, add_output_arguments
 
@@ -96,16 +95,13 @@ def report(
     records: Sequence[dict[str, Any]], args: argparse.Namespace, comparison: Comparison, console: Console
 ) -> None:
     """The tables on standard output, and plots and a page beside the results."""
-    from ..evaluation.report import write_report
-
     budgets = [str(budget) for budget in comparison.budgets]
     tasks = list(dict.fromkeys(record["task"] for record in records))
     entries = summarise(records, MEASURES, comparison.names, budgets, comparison.baseline)
     tables = []
     for budget in budgets:
         title = f"all rows, budget {budget}, question {args.question}, {comparison.model}"
-        header, cells = rows([one for one in entries if one.budget == budget], MEASURES, comparison.baseline)
-        tables.append((title, header, cells))
+        tables.append(budget_table(title, entries, MEASURES, comparison, budget))
         lines = []
         for policy in comparison.names:
             means = []
@@ -118,8 +114,4 @@ def report(
                 means.append(100 * sum(scores) / len(scores) if scores else float("nan"))
             lines.append([policy, *(f"{mean:.2f}" for mean in means), f"{sum(means) / len(means):.2f}"])
         tables.append((f"by task, budget {budget}", ["policy", *tasks, "mean of tasks"], lines))
-    for title, header, cells in tables:
-        console.text(show(title, header, cells) + "\n")
-    name = f"longbench-{args.question}"
-    page = write_report(comparison.out, name, comparison.model, MEASURES, entries, tables)
-    console.notice(f"wrote {page}")
+    publish(console, comparison, f"longbench-{args.question}", MEASURES, entries, tables)

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 from ...errors import OptionError
 from ..evaluation.haystack import Hunt, Needle, haystack, hide, magic_numbers, sentences
 from ..evaluation.rows import Row
-from ..evaluation.summary import Measure, rows, summarise
-from ..evaluation.table import show
+from ..evaluation.summary import Measure, summarise
 from ..options import not_empty, positive_count
 from .comparison import Comparison, add_comparison_arguments, comparison_conflict
-from .comparison_run import Records, Setting, compare
+from .comparison_run import Records, Setting, budget_table, compare, publish
 from .console import Console
 from .loading import Load, add_output_arguments
 
@@ -155,15 +154,13 @@ def report(
 ) -> None:
     """The tables on standard output, and heat maps and a page beside the results."""
     from ..evaluation.heatmap import grid, heat_map
-    from ..evaluation.report import write_report
 
     budgets = [str(budget) for budget in comparison.budgets]
     entries = summarise(records, MEASURES, comparison.names, budgets, comparison.baseline)
     tables, images = [], []
     for budget in budgets:
         title = f"needles found, budget {budget}, question {args.question}, {comparison.model}"
-        header, cells = rows([one for one in entries if one.budget == budget], MEASURES, comparison.baseline)
-        tables.append((title, header, cells))
+        tables.append(budget_table(title, entries, MEASURES, comparison, budget))
         grids = {
             policy: grid([one for one in records if one["policy"] == policy and one["budget"] == budget])
             for policy in comparison.names
@@ -176,8 +173,4 @@ def report(
             ]
             tables.append((f"found (%) by depth and length: {policy}, budget {budget}", head, body))
         images.append((f"map-{budget.replace('%', 'pc')}", heat_map(grids, budget)))
-    for title, header, cells in tables:
-        console.text(show(title, header, cells) + "\n")
-    name = f"needle-{args.question}"
-    page = write_report(comparison.out, name, comparison.model, MEASURES, entries, tables, images=images)
-    console.notice(f"wrote {page}")
+    publish(console, comparison, f"needle-{args.question}", MEASURES, entries, tables, images=images)

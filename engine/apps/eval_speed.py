@@ -12,10 +12,10 @@ from typing import Any
 from ...errors import CakeError
 from ..evaluation.combination import PARTS, Combination
 from ..evaluation.ledger import Ledger, open_ledger
-from ..evaluation.summary import Measure, rows, summarise
-from ..evaluation.table import show
+from ..evaluation.summary import Measure, summarise
 from ..options import positive_count
 from .comparison import KEY, Comparison, add_comparison_arguments, comparison_conflict, console_progress
+from .comparison_run import budget_table, publish
 from .console import Console
 from .loading import DEFAULT_MODEL, add_output_arguments
 
@@ -140,8 +140,6 @@ def report(
     records: Sequence[dict[str, Any]], args: argparse.Namespace, comparison: Comparison, console: Console
 ) -> None:
     """The tables on standard output, and plots and a page beside the results."""
-    from ..evaluation.report import write_report
-
     budgets = [str(budget) for budget in comparison.budgets]
     tables, shown = [], []
     for length in args.lengths:
@@ -150,9 +148,6 @@ def report(
         shown += entries if length == max(args.lengths) else []
         for budget in budgets:
             title = f"{length:,} prompt tokens, budget {budget}, {args.repeats} runs, {comparison.model}"
-            header, cells = rows([one for one in entries if one.budget == budget], MEASURES, comparison.baseline)
+            title, header, cells = budget_table(title, entries, MEASURES, comparison, budget)
             tables.append((title, ["policy", "runs", *header[2:]], cells))
-    for title, header, cells in tables:
-        console.text(show(title, header, cells) + "\n")
-    page = write_report(comparison.out, "speed", comparison.model, MEASURES, shown, tables)
-    console.notice(f"wrote {page}")
+    publish(console, comparison, "speed", MEASURES, shown, tables)

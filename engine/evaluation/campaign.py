@@ -40,13 +40,16 @@ class Item:
 
 
 Compute = Callable[[Item, "list[Cell]", "OnChunk"], "list[Record]"]  # a record for each cell
+Check = Callable[["Engine", int, "list[Cell]"], str]  # of the longest prompt and its cells
 
 
 @dataclass
 class Campaign:
     """What is compared, and where results go. `base` are the key fields that all results share.
 
-    notice is told a line now and then, progress (tokens done, tokens in all, what is being done) often.
+    notice is told a line now and then, progress (tokens done, tokens in all, what is being done) often. check: what
+    says in a line what the longest prompt takes, or raises MemoryLimit; None where all cells are those of one full
+    cache.
     """
 
     engine: Engine
@@ -56,6 +59,7 @@ class Campaign:
     base: Mapping[str, Any]
     notice: Callable[[str], None]
     progress: Callable[[int, int, str], None]
+    check: Check | None = None
 
     def run(self, items: Sequence[Item], compute: Compute, *, after: int, replies: bool = False) -> list[Record]:
         """Fill the ledger; returns the records that belong to this run, in order of items, policies and budgets.
@@ -79,18 +83,27 @@ class Campaign:
         if todo:
             longest = max(len(item.encoded.prefix) for item, _ in todo)
             fed = max(len(item.encoded.suffix) for item, _ in todo) + after
-            configs = [policy.config for policy in self.policies]
-            own = read_alone(self.policies)
-            if own:
-                self.notice(
-                    f"{', '.join(one.text for one in own)}: what is kept is not the full cache's, so that each prompt "
-                    "is read once more for each budget"
-                )
-            cells = [make_cell(self.engine.runner, one, budget, longest) for one in own for budget in self.budgets]
-            self.notice(check_study(self.engine, longest, fed, configs, len(self.budgets), cells, replies=replies))
+            if self.check is None:
+                self.notice(self._check_study(longest, fed, replies))
+            else:
+                self.notice(self.check(self.engine, longest, self._cells(self.policies, longest)))
         self._measure(todo, compute)
         found = [self.ledger.get(key) for of_item in wanted for key in of_item]
         return [record for record in found if record is not None]
+
+    def _check_study(self, longest: int, fed: int, replies: bool) -> str:
+        own = read_alone(self.policies)
+        if own:
+            self.notice(
+                f"{', '.join(one.text for one in own)}: what is kept is not the full cache's, so that each prompt "
+                "is read once more for each budget"
+            )
+        configs, cells = [policy.config for policy in self.policies], self._cells(own, longest)
+        return check_study(self.engine, longest, fed, configs, len(self.budgets), cells, replies=replies)
+
+    def _cells(self, policies: Sequence[Combination], tokens: int) -> list[Cell]:
+        """Each with each budget, for a prompt of so many tokens."""
+        return [make_cell(self.engine.runner, one, budget, tokens) for one in policies for budget in self.budgets]
 
     def _measure(self, todo: Sequence[tuple[Item, list[Record]]], compute: Compute) -> None:
         policies = {policy.text: policy for policy in self.policies}

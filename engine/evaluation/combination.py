@@ -19,8 +19,9 @@ PARTS = ("indicator", "allocation", "heads", "merge", "schedule")
 
 @dataclass(frozen=True)
 class Combination:
-    """`cake`, `snapkv,allocation=cake`, `cake,heads=adaptive,gamma=100`, `full,kv_bits=4`, `cake,pieces=2048`: a policy
-    and its name in tables. piece: it reads a prompt in pieces of so many tokens, None whole."""
+    """`cake`, `snapkv,allocation=cake`, `cake,heads=adaptive,gamma=100`, `full,kv_bits=4`, `cake,pieces=2048`,
+    `cake,hold_by=h2o,interval=16`, `cake,recascade=64`: a policy and its name in tables. piece: it reads a prompt in
+    pieces of so many tokens, None whole. What is given up while decoding means hold."""
 
     text: str
     config: CacheConfig
@@ -41,6 +42,7 @@ class Combination:
             (parts if key in PARTS else options)[key] = value
         pieces = options.pop("pieces", None)
         bits = options.pop("kv_bits", None)
+        hold_by, recascade = options.pop("hold_by", None), options.pop("recascade", None)
         if bits is not None and bits not in [str(known) for known in KV_BITS]:
             raise OptionError(f"the policy {text!r} has no known kv_bits: {', '.join(map(str, KV_BITS))} are")
         config = CacheConfig(
@@ -48,6 +50,9 @@ class Combination:
             window=window,  # type: ignore[arg-type]
             policy_options=options,
             kv_bits=None if bits is None else int(str(bits)),
+            decode_policy="grow" if hold_by is None and recascade is None else "hold",
+            hold_by=None if hold_by is None else str(hold_by),
+            recascade=int(str(recascade)) if str(recascade).isdecimal() else recascade,  # type: ignore[arg-type]
             **parts,  # type: ignore[arg-type]
         )
         piece = options_piece(text, pieces, config)
@@ -65,9 +70,15 @@ def options_piece(text: str, pieces: object, config: CacheConfig) -> int | None:
     return int(str(pieces))
 
 
-def combinations(texts: list[str], window: int | None) -> list[Combination]:
-    """Several, each once."""
+def combinations(texts: list[str], window: int | None, *, decoding: bool = False) -> list[Combination]:
+    """Several, each once. decoding: whether it is compared what they give up while decoding; else that is refused."""
     found = [Combination.parse(text, window) for text in texts]
+    for one in found:
+        if one.config.decode_policy == "hold" and not decoding:
+            raise OptionError(
+                f"the policy {one.text!r} says what is given up while a reply is written, which is not compared here: "
+                "leave hold_by and recascade out (`eval generation` compares them)"
+            )
     names = [one.text for one in found]
     for name in names:
         if names.count(name) > 1:
@@ -103,4 +114,4 @@ def make_cell(runner: Runner, combination: Combination, budget: Budget, prompt_t
     tokens = budget.tokens(prompt_tokens, runner.cache.window)
     config = combination.config
     policy = make_policy(config, runner.model, tokens)
-    return Cell(policy, tokens, bits=config.kv_bits, window=config.window, piece=combination.piece)
+    return Cell(policy, tokens, bits=config.kv_bits, window=config.window, piece=combination.piece, config=config)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ...cache.budget import size_text
 from ...cache.config import CacheConfig
 from ..available import available_memory
-from ..memory import plan_run, weights_of
+from ..memory import Plan, plan_run, weights_of
 from ..memory_limit import check_memory
 from .own_prefill import bytes_of_own
 from .replay import ROWS_AT_ONCE
@@ -38,20 +38,7 @@ def check_study(
     copy.
     Raises MemoryLimit if it does not fit.
     """
-    config, chunk = engine.config, engine.chunk
-    weights, stored = weights_of(
-        None if engine.random_weights else engine.model_path, config, engine.dtype, engine.quant
-    )
-    plan = plan_run(
-        config,
-        engine.cache,
-        weights=weights,
-        stored=stored,
-        prompt_tokens=tokens,
-        new_tokens=after,
-        chunk=chunk,
-        device=engine.device,
-    )
+    config, plan = engine.config, prompt_plan(engine, tokens, after)
     rows = config.num_layers * config.num_kv_heads
     scores = len(policies) * config.num_kv_heads * tokens * (FP32 + INT64)
     orders = len(policies) * rows * tokens * INT64
@@ -65,10 +52,33 @@ def check_study(
         own += bytes_of_own(engine.runner, [(one.policy, one.budget or 0, one.piece) for one in cells], tokens)
     compared = f"{len(policies)} {'policy' if len(policies) == 1 else 'policies'}"
     compared += f" at {budgets} {'budget' if budgets == 1 else 'budgets'}"
-    # the weights are there already; the rest has to find room
-    check_memory(replace(plan, weights=0, chunk=plan.chunk + own), available_memory(str(engine.device)))
-    return (
-        f"the longest prompt has {tokens:,} tokens; with {compared} it needs "
-        f"{size_text(plan.total + own)}: weights {size_text(weights)}, its full cache {size_text(plan.arena)}, the "
-        f"rest {size_text(plan.total + own - weights - plan.arena)}"
+    return check_plan(
+        engine,
+        replace(plan, chunk=plan.chunk + own),
+        f"the longest prompt has {tokens:,} tokens; with {compared} it needs",
+        f"its full cache {size_text(plan.arena)}, the rest {size_text(plan.total + own - plan.weights - plan.arena)}",
     )
+
+
+def prompt_plan(engine: Engine, tokens: int, after: int) -> Plan:
+    """What reading a prompt of so many tokens takes, and feeding `after` more."""
+    weights, stored = weights_of(
+        None if engine.random_weights else engine.model_path, engine.config, engine.dtype, engine.quant
+    )
+    return plan_run(
+        engine.config,
+        engine.cache,
+        weights=weights,
+        stored=stored,
+        prompt_tokens=tokens,
+        new_tokens=after,
+        chunk=engine.chunk,
+        device=engine.device,
+    )
+
+
+def check_plan(engine: Engine, plan: Plan, what: str, parts: str) -> str:
+    """The line that says what something needs, and of what `parts` that is. Raises MemoryLimit if it does not fit."""
+    # the weights are there already; the rest has to find room
+    check_memory(replace(plan, weights=0), available_memory(str(engine.device)))
+    return f"{what} {size_text(plan.total)}: weights {size_text(plan.weights)}, {parts}"

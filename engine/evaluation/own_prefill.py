@@ -19,9 +19,9 @@ from ..sequence import QueryRing
 from ..sequence import Sequence as TextSequence
 
 
-def size_of_own(runner: Runner, policy: Policy, budget: int, piece: int | None, tokens: int) -> ArenaSize:
+def size_of_own(runner: Runner, policy: Policy, budget: int | None, piece: int | None, tokens: int) -> ArenaSize:
     """The arena of such a prefill; in pieces, whatever length a row may get."""
-    if piece is None or piece >= tokens:
+    if budget is None or piece is None or piece >= tokens:
         return arena_size(runner.layout, budget=budget, tokens=tokens, new_tokens=0, late=policy.late)
     rows = runner.layout.num_layers * runner.layout.num_kv_heads
     longest = min(tokens, budget * runner.layout.num_layers)
@@ -36,11 +36,12 @@ def size_of_own(runner: Runner, policy: Policy, budget: int, piece: int | None, 
     )
 
 
-def bytes_of_own(runner: Runner, policies: Sequence[tuple[Policy, int, int | None]], tokens: int) -> int:
-    """What the rows of all of these policies take, with their budgets and pieces, and the largest arena that one is
-    read in."""
+def bytes_of_own(runner: Runner, policies: Sequence[tuple[Policy, int | None, int | None]], tokens: int) -> int:
+    """What the rows of all of these policies take, with their budgets (None keeps all) and pieces, and the largest
+    arena that one is read in."""
     rows = runner.layout.num_layers * runner.layout.num_kv_heads
-    kept = [min(budget, tokens) * rows * runner.layout.kept_slot_bytes for _, budget, _ in policies]
+    lengths = [tokens if budget is None else min(budget, tokens) for _, budget, _ in policies]
+    kept = [length * rows * runner.layout.kept_slot_bytes for length in lengths]
     arenas = [arena_bytes(runner.layout, size_of_own(runner, *one, tokens)) for one in policies]
     return sum(kept) + max(arenas, default=0)
 
@@ -57,11 +58,30 @@ def read_on_its_own(
     on_chunk: OnChunk | None = None,
 ) -> SavedRows:
     """A packed copy of the rows that the policy leaves of a prompt, read in an arena of its own."""
+    return prefill_alone(
+        runner, ids, policy, budget, window=window, piece=piece, new_tokens=new_tokens, on_chunk=on_chunk
+    )[0]
+
+
+def prefill_alone(
+    runner: Runner,
+    ids: list[int],
+    policy: Policy,
+    budget: int | None,
+    *,
+    window: int,
+    piece: int | None,
+    new_tokens: int,
+    on_chunk: OnChunk | None = None,
+) -> tuple[SavedRows, TextSequence]:
+    """The rows, and the sequence that goes on from them. Without a budget nothing is evicted, and nobody votes."""
     config, decoder = runner.decoder.config, runner.decoder
     arena = Arena(runner.layout, size_of_own(runner, policy, budget, piece, len(ids)), decoder.device)
-    ring = QueryRing(
-        config.num_layers, window, config.num_heads, config.head_dim, decoder.compute_dtype, decoder.device
-    )
+    ring = None
+    if budget is not None:
+        ring = QueryRing(
+            config.num_layers, window, config.num_heads, config.head_dim, decoder.compute_dtype, decoder.device
+        )
     sequence = TextSequence(budget=budget, ring=ring, rotary=runner.rotary(len(ids) + new_tokens))
     for part in ListedPieces(ids, piece or len(ids)):
         prefill.read(
@@ -78,4 +98,4 @@ def read_on_its_own(
             on_chunk=on_chunk if len(part) == len(ids) else None,
         )
     arena.finish(np.zeros_like(arena.length))
-    return arena.save()
+    return arena.save(), sequence

@@ -47,16 +47,17 @@ def write_report(
     tables: Sequence[Table],
     *,
     images: Sequence[tuple[str, bytes | None]] = (),
+    about: str = ABOUT,
 ) -> Path:
     """Write `name`.html and its plots as PNG files into the folder; returns the page's path.
 
-    A measure with several budgets gets a plot; `images` are further ones, by name. Without matplotlib the page has its
-    tables alone, and a notice says so.
+    A measure with several budgets gets a plot; `images` are further ones, by name. about: how its figures are to be
+    read. Without matplotlib the page has its tables alone, and a notice says so.
     """
     drawn = [(measure.field, by_budget(entries, measure)) for measure in measures] + list(images)
     if entries and all(image is None for _, image in drawn):
         log.info(NO_PLOTS)
-    parts = [f"<h1>{html.escape(name)}: {html.escape(title)}</h1>", f"<p>{ABOUT}</p>"]
+    parts = [f"<h1>{html.escape(name)}: {html.escape(title)}</h1>", f"<p>{about}</p>"]
     try:
         for field, image in drawn:
             if image is not None:

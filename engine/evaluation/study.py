@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...cache.cascade import Cascade
+from ...cache.config import CacheConfig
 from ...cache.policies.base import Indicator, LayerScore, Policy
 from ...cache.policies.composed import ComposedPolicy
 from ...cache.quantise import pack_keys, pack_values, whole_groups, widen_keys, widen_values
@@ -107,7 +108,7 @@ class Cell:
     """One policy with one budget in tokens per layer and KV head; None keeps everything.
 
     bits: as in `Kept`. window: the policy's own, at most the runner's; None for the runner's. piece: tokens of the
-    pieces that the prompt is read in, None for one.
+    pieces that the prompt is read in, None for one. config: what the policy was made of, and how it decodes.
     """
 
     policy: Policy
@@ -115,6 +116,7 @@ class Cell:
     bits: int | None = None
     window: int | None = None
     piece: int | None = None
+    config: CacheConfig | None = None
 
 
 @dataclass
@@ -215,7 +217,7 @@ class _LayerScores:
         if not isinstance(policy, ComposedPolicy):
             scored = policy.score(self._view)
             return scored, self._order(scored)
-        key = (_key(policy.indicator), _key(policy.allocation), _key(policy.heads))
+        key = (part_key(policy.indicator), part_key(policy.allocation), part_key(policy.heads))
         if key not in self._scored:
             indicator, memo = self._indicator(policy)
             view = replace(self._view, memo={**self._attention, **memo})
@@ -225,7 +227,7 @@ class _LayerScores:
         return self._scored[key]
 
     def _indicator(self, policy: ComposedPolicy) -> tuple[Tensor, dict[str, Any]]:
-        key = _key(policy.indicator)
+        key = part_key(policy.indicator)
         if key not in self._indicators:
             view = replace(self._view, memo=dict(self._attention))
             indicator = policy.indicator.score(view)
@@ -256,7 +258,7 @@ class _Known:
         return getattr(self._indicator, name)  # whatever else it says of a layer
 
 
-def _key(part: object) -> Hashable:
+def part_key(part: object) -> Hashable:
     """Equal for parts that say the same: they are frozen dataclasses, and those with tables stand for themselves."""
     try:
         hash(part)
