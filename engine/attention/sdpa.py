@@ -160,10 +160,24 @@ def decode_attention(
 ) -> tuple[Tensor, Tensor]:
     """One new token's attention over a row: output `[heads, head_dim]`, weights fp32 `[kv_heads, group, kv_len]`.
 
-    `queries` `[heads, head_dim]`; `hidden` bool `[kv_heads, kv_len]` marks keys outside a sliding window.
+    `queries` `[heads, head_dim]`; `hidden` bool `[kv_heads, kv_len]` marks keys outside a sliding window. On a CPU half
+    precision is worked in fp32, head by head: torch would compile a product for every length of a row and keep it.
     """
     heads, head_dim = queries.shape
     kv_heads = keys.shape[0]
+    if queries.device.type == "cpu" and queries.dtype in (torch.bfloat16, torch.float16):
+        parts = [
+            decode_attention(
+                part.float(),
+                keys[head : head + 1],
+                values[head : head + 1],
+                scale=scale,
+                hidden=None if hidden is None else hidden[head : head + 1],
+            )
+            for head, part in enumerate(queries.chunk(kv_heads))
+        ]
+        outputs, weights = zip(*parts, strict=True)
+        return torch.cat(outputs).to(queries.dtype), torch.cat(weights)
     grouped = queries.view(kv_heads, heads // kv_heads, head_dim)
     logits = torch.matmul(grouped, keys.to(queries.dtype).transpose(1, 2)).float().mul_(scale)
     if hidden is not None:

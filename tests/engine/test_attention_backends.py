@@ -10,7 +10,7 @@ import types
 
 import pytest
 import torch
-from cake_infer.engine.attention import Sdpa, SlidingMask, choose_attention
+from cake_infer.engine.attention import Sdpa, SlidingMask, choose_attention, decode_attention
 from cake_infer.engine.attention import choose as choosing
 from cake_infer.engine.attention.choose import Setting
 from cake_infer.engine.attention.rows import Rows
@@ -275,3 +275,23 @@ def test_in_half_precision_the_widths_of_key_blocks_are_few(monkeypatch):
             keys = torch.randn(2, past + q_len, 16).bfloat16()
             Sdpa().prefill(queries, keys, keys, scale=0.25, past=past)
     assert len(widths) <= 8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_one_token_in_half_precision_is_worked_in_fp32(dtype):
+    """In half precision torch compiles a product for every length of a row and keeps it, a megabyte each."""
+    queries, keys, values = (
+        torch.randn(6, 16).to(dtype),
+        torch.randn(2, 77, 16).to(dtype),
+        torch.randn(2, 77, 16).to(dtype),
+    )
+    hidden = torch.zeros(2, 77, dtype=torch.bool)
+    hidden[1, 30:] = True
+    out, weights = decode_attention(queries, keys, values, scale=0.4, hidden=hidden)
+    logits = queries.double().view(2, 3, 16) @ keys.double().transpose(1, 2) * 0.4
+    expected = logits.masked_fill(hidden[:, None], -torch.inf).softmax(-1)
+    torch.testing.assert_close(weights.double(), expected, rtol=0, atol=1e-6)
+    assert out.dtype == dtype
+    # rounded once, at the end: at most the last bit differs from the exact result's
+    exact = (expected @ values.double()).reshape(6, 16).to(dtype)
+    torch.testing.assert_close(out, exact, rtol=torch.finfo(dtype).eps, atol=1e-6)
