@@ -118,7 +118,7 @@ class Lockstep:
         if self._compiled_for(group[0]):
             assert isinstance(step, CompiledStep)
             return step_under_rules(step, decoder, arenas, sequences, tokens, rules, window=window)
-        return decode.batch_step(decoder, arenas, sequences, tokens, window=window, rules=rules, together=True)
+        return decode.batch_step(decoder, arenas, sequences, tokens, window=window, rules=rules)
 
 
 def follower_size(layout: ArenaLayout, cell: Cell, prompt: int, tokens: int) -> ArenaSize:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from cake_infer.cache.budget import Budget
+from cake_infer.engine.available import Available
 from cake_infer.engine.evaluation import memory
 from cake_infer.engine.evaluation.combination import combinations, make_cell
 from cake_infer.engine.evaluation.generation import drift
@@ -202,13 +203,13 @@ def test_memory_is_said_and_what_does_not_fit_is_refused(model_folder, monkeypat
     (policy,) = combinations(["cake,hold_by=attention"], WINDOW, decoding=True)
 
     def line(prompt, tokens, cells):
-        made = [make_cell(engine.runner, policy, Budget.parse("24"), prompt)] * cells
+        made = [make_cell(engine.runner, policy, Budget.parse("40"), prompt)] * cells
         return check_drift(engine, prompt, tokens, made)
 
     assert line(1000, 50, 3).startswith("with 4 caches side by side a text of 1,000 and 50 tokens needs")
     least = None
     for free in range(1, 64):
-        monkeypatch.setattr(memory, "available_memory", lambda device, free=free: free << 19)
+        monkeypatch.setattr(memory, "available_memory", lambda device, free=free: Available(free << 19, "a test"))
         try:
             line(3000, 100, 3)
         except MemoryLimit:
