@@ -124,7 +124,7 @@ def batch_step(
         sequence.ids.append(token)
         if rule is not None and rule.keeps_scores:
             sequence.read = sequence.total  # what lies with its row is a score like the others
-    for arena, sequence in zip(arenas, sequences, strict=True):
+    for arena, sequence, rule in zip(arenas, sequences, rules, strict=True):
         if rule is not None and sequence.limit is not None and isinstance(arena, PackedArena):
             cut_packed(decoder, arena, sequence, window, rule)
     return torch.cat([decoder.logits(hidden[part]) for part in parts])

@@ -80,7 +80,7 @@ class Lockstep:
         self._shared.reserve(sizes)
         self.followers: list[Follower] = []
         read: dict[Hashable, tuple[SavedRows, TextSequence]] = {}
-        runner.all_threads()
+        runner.torch_threads.all()
         left = [prompt_key(cell) for cell in cells]
         for cell, size in zip(cells, sizes, strict=True):
             key = left.pop(0)
