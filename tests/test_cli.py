@@ -678,7 +678,7 @@ def test_a_list_that_cannot_be_written_is_one_line(command: list[str]) -> None:
 
 
 def test_the_first_word_of_some_commands_lists_them(run: Callable[..., Run]) -> None:
-    names = ("eval fidelity", "eval needle", "eval longbench", "eval speed")
+    names = ("eval fidelity", "eval needle", "eval longbench", "eval generation", "eval speed")
     asked = run("eval", "--help")
     assert asked.code == 0
     assert all(f"  {name} " in asked.out for name in names)
