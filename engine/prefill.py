@@ -104,38 +104,6 @@ def reading(
     return hidden[-1:]
 
 
-def read(
-    decoder: Decoder,
-    arena: Arena,
-    sequence: Sequence,
-    ids: Tensor,
-    *,
-    policy: Policy,
-    window: int,
-    chunk: int,
-    separators: frozenset[int] | None = None,
-    attention: Attention = SDPA,
-    window_pass: WindowPass | None = None,
-    observer: Observer | None = None,
-    on_chunk: OnChunk | None = None,
-) -> Tensor:
-    """`reading` without a pause."""
-    steps = reading(
-        decoder,
-        arena,
-        sequence,
-        ids,
-        policy=policy,
-        window=window,
-        chunk=chunk,
-        separators=separators,
-        attention=attention,
-        window_pass=window_pass,
-        observer=observer,
-    )
-    return read_through(steps, on_chunk)
-
-
 def read_through(steps: Reading[Result], on_chunk: OnChunk | None = None) -> Result:
     """Run a reading to its end, telling `on_chunk` of each (layer, chunk). Returns what it returns."""
     while True:

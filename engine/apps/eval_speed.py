@@ -20,6 +20,7 @@ from .console import Console
 from .loading import DEFAULT_MODEL, add_output_arguments
 
 MIB = 1 / (1 << 20)
+MOST_REPEATS = 1000
 MEASURES = (
     Measure("prefill_s", "prefill (s)", 2),
     Measure("decode_rate", "decode (tokens/s)", 1, lower=False),
@@ -27,6 +28,14 @@ MEASURES = (
     Measure("kept_bytes", "kept KV (MiB)", 1, scale=MIB),
 )
 ENGINE = ("dtype", "device", "threads", "context", "rope_scaling", "chunk", "attention", "step", "quant", "kv_dtype")
+
+
+def repeats(text: str) -> int:
+    """A number of runs whose results can be listed."""
+    count = positive_count(text)
+    if count > MOST_REPEATS:
+        raise argparse.ArgumentTypeError(f"{text} is too large, the most is {MOST_REPEATS:,}")
+    return count
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="random prompt tokens (default 2048)",
     )
     group.add_argument("--tokens", metavar="N", type=positive_count, default=64, help="tokens of a reply (default 64)")
-    group.add_argument("--repeats", metavar="N", type=positive_count, default=3, help="runs of each (default 3)")
+    group.add_argument("--repeats", metavar="N", type=repeats, default=3, help="runs of each (default 3)")
     add_comparison_arguments(parser)
     add_output_arguments(parser.add_argument_group("output"))
 

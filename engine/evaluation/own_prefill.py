@@ -84,7 +84,7 @@ def prefill_alone(
         )
     sequence = TextSequence(budget=budget, ring=ring, rotary=runner.rotary(len(ids) + new_tokens))
     for part in ListedPieces(ids, piece or len(ids)):
-        prefill.read(
+        steps = prefill.reading(
             decoder,
             arena,
             sequence,
@@ -95,7 +95,7 @@ def prefill_alone(
             separators=runner.separators if "separators" in policy.needs else None,
             attention=runner.attention,
             window_pass=runner.window_pass,
-            on_chunk=on_chunk if len(part) == len(ids) else None,
         )
+        prefill.read_through(steps, on_chunk if len(part) == len(ids) else None)
     arena.finish(np.zeros_like(arena.length))
     return arena.save(), sequence

@@ -214,6 +214,11 @@ def test_speed_runs_each_policy_in_a_process_of_its_own_by_turns(tmp_path, write
     assert len(commands) == 4, "a rerun has nothing to run"
 
 
+def test_more_runs_than_can_be_listed_are_refused(capsys):
+    assert cli.main(["eval", "speed", "--repeats", "99999999999"]) == 2
+    assert "99999999999 is too large, the most is 1,000" in capsys.readouterr().err
+
+
 def test_a_run_that_fails_says_why(tmp_path):
     with pytest.raises(cli.CakeError, match="no-such-model"):
         eval_speed.one_run([sys.executable, "-m", "cake_infer", "--model", "./no-such-model", "--prompt", "x"])
