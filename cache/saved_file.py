@@ -106,12 +106,12 @@ def _header(file: BinaryIO, path: str | Path) -> Header:
     return Header(metadata.get("about"), bits, checksum, 8 + at + len(MARK))
 
 
-def read_whole(path: str | Path) -> tuple[dict[str, Any], int | None]:
-    """`about` and `bits` of a file whose every byte is as it was written. Raises SnapshotError for any other."""
-    header = read_header(path)
-    with open(path, "rb") as file:
-        if _digest(file, header.checksum_at) != header.checksum:
-            raise SnapshotError(f"{path} is altered: its content does not agree with its checksum")
+def read_whole(file: BinaryIO, path: str | Path) -> tuple[dict[str, Any], int | None]:
+    """`about` and `bits` of an open file whose every byte is as it was written. Raises SnapshotError for any other."""
+    header = _header(file, path)
+    file.seek(0)
+    if _digest(file, header.checksum_at) != header.checksum:
+        raise SnapshotError(f"{path} is altered: its content does not agree with its checksum")
     try:
         about = json.loads(header.about)
     except (ValueError, TypeError, RecursionError):

@@ -34,6 +34,7 @@ from .saved_file import BLANK, FORMAT, VERSION, check_target, read_whole, seal
 from .saved_rows import TABLES, SavedPacked, SavedRows, inside, whole
 
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+READS = 20  # of a file that somebody else writes anew meanwhile
 
 
 @dataclass(frozen=True)
@@ -93,15 +94,21 @@ def _mode_for(target: Path, beside: Path) -> int:
 
 def read_snapshot(path: str | Path) -> Snapshot:
     """Check a file and map it. Raises SnapshotError for one that is truncated, altered, foreign or newer."""
-    try:
-        about, bits = read_whole(path)
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
-    except OSError as error:
-        raise SnapshotError(f"cannot read {path}: {error.strerror or error}") from error
-    except SafetensorError as error:
-        raise SnapshotError(f"{path} is damaged: {error}") from error
-    return _assembled(path, tensors, about, bits)
+    for _ in range(READS):
+        try:
+            with open(path, "rb") as checked:
+                about, bits = read_whole(checked, path)
+                with safe_open(path, framework="pt") as file:
+                    tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+                # what was mapped has the name's file by now: another one, if somebody saved there meanwhile
+                replaced = not os.path.samestat(os.fstat(checked.fileno()), os.stat(path))
+        except OSError as error:
+            raise SnapshotError(f"cannot read {path}: {error.strerror or error}") from error
+        except SafetensorError as error:
+            raise SnapshotError(f"{path} is damaged: {error}") from error
+        if not replaced:
+            return _assembled(path, tensors, about, bits)
+    raise SnapshotError(f"cannot read {path}: it was written anew {READS} times meanwhile; try again")
 
 
 def _assembled(path: str | Path, tensors: dict[str, Tensor], about: dict[str, Any], bits: int | None) -> Snapshot:

@@ -907,19 +907,15 @@ runpy.run_module("cake_infer", run_name="__main__")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], *([*name.split(), "--help"] for name in cli.COMMANDS)])
-def test_help_imports_neither_torch_nor_tokenizers_and_is_quick(arguments: list[str]) -> None:
+def test_help_imports_neither_torch_nor_numpy_nor_tokenizers(arguments: list[str]) -> None:
     code = (
         "import sys; from cake_infer.cli import main; code = main(sys.argv[1:]);"
         "heavy = {'torch', 'tokenizers', 'numpy', 'jinja2', 'huggingface_hub'} & set(sys.modules);"
         "sys.exit(f'imported {heavy}' if heavy else code)"
     )
-    started = time.monotonic()
     seen = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, timeout=60, check=False)
-    seconds = time.monotonic() - started
     assert seen.returncode == 0, seen.stderr
     assert seen.stdout.startswith(b"usage: cake-infer")
-    # 0.1 s where nothing else runs; the bound leaves room for busy machines and still shows an import of torch
-    assert seconds < 1.5
 
 
 def test_only_commands_that_exist_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import json
 import os
 import signal
@@ -242,6 +244,31 @@ def test_two_processes_that_save_to_one_file_leave_one_of_the_two_whole(tmp_path
             writer.wait()
 
 
+@pytest.mark.parametrize("moment", ["saved_file._header", "saved_file._digest", "snapshot.safe_open"])
+def test_a_file_that_is_replaced_while_it_is_read_is_the_old_one_or_the_new_one(tmp_path, monkeypatch, moment):
+    path = tmp_path / "a.cake"
+    module, name = moment.split(".")
+    module = importlib.import_module(f"cake_infer.cache.{module}")
+    original, seeds = getattr(module, name), iter([2])
+
+    def replaced(*arguments, **options):
+        found = original(*arguments, **options)
+        for seed in seeds:
+            write_snapshot(path, replace(made(seed), about={"seed": seed}))
+        return found
+
+    write_snapshot(path, replace(made(1), about={"seed": 1}))
+    monkeypatch.setattr(module, name, replaced)
+    found = read_snapshot(path)
+    assert same(found, replace(made(found.about["seed"]), about=found.about))
+
+    seeds = itertools.count(3)  # somebody who never stops
+    monkeypatch.setattr(module, name, lambda *a, **k: (original(*a, **k), write_snapshot(path, made(next(seeds))))[0])
+    if name != "_digest":  # which a writer calls as well
+        with pytest.raises(SnapshotError, match="it was written anew 20 times meanwhile; try again"):
+            read_snapshot(path)
+
+
 def test_a_save_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path, monkeypatch):
     path = tmp_path / "a.cake"
     write_snapshot(path, made(1))
@@ -260,7 +287,7 @@ SAVER = """
 import sys, torch, numpy as np
 from cake_infer.cache.saved_rows import SavedPacked, SavedRows, whole
 from cake_infer.cache.snapshot import Snapshot, write_snapshot
-slots = 1 << 15
+slots = 1 << 12
 length = np.array([[slots]])
 rows = SavedRows(
     torch.ones(slots, 64), torch.ones(slots, 64), torch.arange(slots, dtype=torch.int32), torch.ones(slots), length,
