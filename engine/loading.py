@@ -77,7 +77,7 @@ def generation_defaults(path: Path) -> dict[str, object]:
         return {}
     try:
         loaded = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise OptionError(f"{file} cannot be read: {error}; repair or remove it") from None
     return loaded if isinstance(loaded, dict) else {}
 

@@ -15,6 +15,7 @@ from ..cache.tuned import Tuned
 from ..errors import CakeError
 from ..models.config import ModelConfig
 from ..models.embedded import cache_home
+from .whole_file import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -55,14 +56,14 @@ def write_tuning(model_path: Path, found: Sequence[Tuned]) -> Path:
     text = json.dumps({"format": FORMAT, "cake": rows}, indent=1) + "\n"
     beside, cached = places(model_path)
     try:
-        beside.write_text(text, encoding="utf-8")
+        write_whole(beside, text.encode())
         return beside
     except OSError as refused:
         if beside.exists():
             raise CakeError(f"cannot write {beside}: {refused.strerror or refused}") from None
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
-        cached.write_text(text, encoding="utf-8")
+        write_whole(cached, text.encode())
     except OSError as error:
         raise CakeError(f"cannot write {cached}: {error.strerror or error}") from None
     return cached
@@ -77,7 +78,7 @@ def _parsed(text: str, path: Path) -> tuple[Tuned, ...]:
         numbers = [(row.budget, row.tau1, row.tau2) for row in rows]
         good = all(isinstance(n, (int, float)) and math.isfinite(n) and n > 0 for row in numbers for n in row)
         good &= all(row.gamma is None or (math.isfinite(row.gamma) and row.gamma >= 0) for row in rows)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         good = False
     if not good:
         raise CakeError(f"{path} is damaged: remove it, or run `cake-infer tune` again") from None

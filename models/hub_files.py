@@ -28,7 +28,7 @@ def weight_names(index: Path) -> list[str]:
     """The files that an index names, sorted. Raises WeightsError for one that is broken or leaves its folder."""
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WeightsError(f"{index} is not a readable safetensors index: remove it and download it again") from error
     for name in names:
         if not isinstance(name, str) or not name.endswith(".safetensors") or "/" in name or "\\" in name:

@@ -93,7 +93,7 @@ def read_json(path: Path) -> dict[str, Any]:
     refuse_lfs_pointer(text, path)
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path}: is not valid JSON ({error}); download it again") from error
     if not isinstance(value, dict):
         raise TokenizerError(f"{path}: holds a {type(value).__name__}, not a JSON object")

@@ -95,7 +95,7 @@ def read_table(path: Path) -> Rows:
             content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise OptionError(f"cannot read the table {path}: {error.strerror or error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise OptionError(f"the table {path} is neither JSON nor safetensors: {error}") from None
     if isinstance(content, dict):
         content = _from_heads(content, path)

@@ -31,7 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this command."""
     group = parser.add_argument_group("haystack")
     group.add_argument(
-        "--text", metavar="FILE", nargs="+", help="the haystack, instead of the built-in filler; repeated if too short"
+        "--text",
+        metavar="FILE",
+        nargs="+",
+        type=not_empty,
+        help="the haystack, instead of the built-in filler; repeated if too short",
     )
     group.add_argument(
         "--lengths",
@@ -108,6 +112,13 @@ def hunt_of(args: argparse.Namespace, seed: int) -> Hunt:
     return Hunt((Needle(args.needle, args.needle_answer),), args.needle_question)
 
 
+def _too_long(length: int, context: int) -> OptionError:
+    return OptionError(
+        f"a haystack of {length:,} tokens with its question does not fit the context of {context:,}: "
+        "give shorter lengths"
+    )
+
+
 def measure(setting: Setting, hay: Sequence[str] | None) -> Records:
     """The records of this run, old ones and new ones."""
     from ..evaluation.campaign import Item
@@ -121,6 +132,8 @@ def measure(setting: Setting, hay: Sequence[str] | None) -> Records:
     hunts: dict[str, Hunt] = {}
     items = []
     for length in args.lengths:
+        if length > room:  # told before so long a text is made up
+            raise _too_long(length, engine.context)
         for repeat in range(args.repeats):
             straw = haystack(hay, length, repeat, lambda text: len(tokenizer.encode(text, add_bos=False)))
             for at in args.depths:
@@ -130,10 +143,7 @@ def measure(setting: Setting, hay: Sequence[str] | None) -> Records:
                 row = Row(name, "needle", text, f"\n\n{hunt.question}", (hunt.answer,))
                 encoded = encode_row(engine, row, args.question, limit=room, answer_tokens=64, raw=args.raw)
                 if encoded.cut:
-                    raise OptionError(
-                        f"a haystack of {length:,} tokens with its question does not fit the context of "
-                        f"{engine.context:,}: give shorter lengths"
-                    )
+                    raise _too_long(length, engine.context)
                 hunts[name] = hunt
                 items.append(Item(name, encoded, {"length": length, "depth": at, "needles": len(hunt.needles)}))
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ...cache.saved_file import check_target
 from ...errors import CakeError
 from ..evaluation.inspection_page import is_inspection_page
+from ..whole_file import write_whole
 from .comparison import DEFAULT_BUDGETS, Comparison, add_comparison_arguments, comparison_conflict
 from .console import Console
 from .loading import Load, add_output_arguments, open_engine
@@ -50,10 +51,11 @@ def run(args: argparse.Namespace, load: Load | None = None) -> int:
         if any(os.path.exists(name) and out.exists() and out.samefile(name) for name in args.prompt_file or ()):
             raise CakeError(f"cannot write {out}: it is read with --prompt-file; give another name")
         prompt = read_prompt(args, console) or Prompt()
+        prompt.check()
         with open_engine(args, console, load) as engine:
             page = render(engine, prompt.ids(engine), comparison, console)
         try:
-            out.write_text(page, encoding="utf-8")
+            write_whole(out, page.encode())
         except OSError as error:
             raise CakeError(f"cannot write {out}: {error.strerror or error}") from error
         console.notice(f"wrote {out}: open it in a browser")

@@ -133,6 +133,6 @@ def _make_folder(path: Path) -> None:
 def _parsed(line: bytes) -> Record | None:
     try:
         record = json.loads(line)
-    except ValueError:  # also UnicodeDecodeError
+    except (ValueError, RecursionError):  # also UnicodeDecodeError
         return None
     return record if isinstance(record, dict) else None

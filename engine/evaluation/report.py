@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ... import __version__
 from ...errors import CakeError
+from ..whole_file import write_whole
 from .plots import by_budget
 from .summary import Entry, Measure
 
@@ -61,13 +62,13 @@ def write_report(
     try:
         for field, image in drawn:
             if image is not None:
-                (folder / f"{name}-{field}.png").write_bytes(image)
+                write_whole(folder / f"{name}-{field}.png", image)
                 data = base64.b64encode(image).decode()
                 parts.append(f'<img alt="{html.escape(field)}" src="data:image/png;base64,{data}">')
         parts += [html_table(table) for table in tables]
         parts.append(f"<p>cake-infer {__version__}</p>")
         page = folder / f"{name}.html"
-        page.write_text(document(f"{name}: {title}", STYLE, "\n".join(parts)), encoding="utf-8")
+        write_whole(page, document(f"{name}: {title}", STYLE, "\n".join(parts)).encode())
     except OSError as error:
         raise CakeError(f"cannot write the report to {folder}: {error.strerror or error}") from error
     return page

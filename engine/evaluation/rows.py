@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import PromptError
+from ..text import check_text
 from .longbench import PLAIN, PROMPTS
 
 ENDS = (".jsonl", ".jsonl.gz")
@@ -85,13 +86,14 @@ def _file_rows(file: Path) -> Iterator[Row]:
 def _row(line: str, where: str, stem: str, number: int) -> Row:
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise PromptError(f"{where} is not JSON: {WANTED}") from None
     if not isinstance(found, dict):
         raise PromptError(f"{where} is no JSON object: {WANTED}")
     for field in ("prompt", "context", "input"):
         if field in found and not isinstance(found[field], str):
             raise PromptError(f"{where} has no text as its {field}: {WANTED}")
+        check_text(found.get(field, ""), f"{where}, {field}")
     task = str(found.get("dataset") or stem)
     name = str(found.get("_id") or f"{stem}-{number}")
     answers = _answers(found, where)
@@ -120,4 +122,6 @@ def _answers(found: Mapping[str, Any], where: str) -> tuple[str, ...]:
     given = (given,) if isinstance(given, str) else given
     if not isinstance(given, (list, tuple)) or not all(isinstance(one, str) for one in given):
         raise PromptError(f"{where} has answers that are no texts: {WANTED}")
+    for one in given:
+        check_text(one, f"{where}, answers")
     return tuple(given)

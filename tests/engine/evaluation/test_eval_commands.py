@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import sys
 
@@ -115,7 +116,7 @@ def test_own_needles_and_texts(go, tmp_path, capsys, monkeypatch):
     ):
         assert go("eval needle", *words, *flags) == 2
         assert message in capsys.readouterr().err
-    assert go("eval needle", *words, "--lengths", "9000") == 1
+    assert go("eval needle", *[word.replace("200", "9000") for word in words]) == 1
     assert "a haystack of 9,000 tokens with its question does not fit the context of 4,096" in capsys.readouterr().err
 
 
@@ -284,3 +285,30 @@ def test_a_page_takes_the_place_of_no_other_file(tmp_path, capsys):
         assert error.count("\n") == 1
     assert notes.read_text() == "mine"
     assert not (tmp_path / "new").exists()
+
+
+def test_a_page_that_cannot_be_written_leaves_the_old_one(go, tmp_path, capsys, monkeypatch):
+    page = tmp_path / "page.html"
+    page.write_text(document("What a model keeps", "", ""))
+    before = page.read_bytes()
+    monkeypatch.setattr(os, "fsync", full_disk)
+    assert go("inspect", "--prompt", TEXT, "--budget", "24", "--out", str(page)) == 1
+    assert f"cannot write {page}: No space left" in capsys.readouterr().err
+    assert page.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def full_disk(descriptor):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_haystack_beyond_the_context_is_refused_before_it_is_made_up(go, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("cake_infer.engine.apps.eval_needle.haystack", None)
+    assert go("eval needle", "--lengths", "99999999", "--depths", "50", "--out", str(tmp_path / "out")) == 1
+    assert "a haystack of 99,999,999 tokens with its question does not fit" in capsys.readouterr().err
+
+
+def test_inspect_asks_for_a_prompt_before_it_loads_a_model(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert cli.main(["inspect", "--out", str(tmp_path / "a.html")], pytest.fail) == 1
+    assert "the prompt is empty" in capsys.readouterr().err

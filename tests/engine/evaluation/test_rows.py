@@ -72,6 +72,10 @@ def test_folders_and_packed_files_in_order_of_name_with_a_limit(tmp_path):
         ('{"prompt": 5, "answer": "x"}', "line 1 has no text as its prompt"),
         ('{"context": "a", "input": null}', "line 1 has no text as its input"),
         ('{"prompt": "a", "answer": 3}', "answers that are no texts"),
+        ('{"prompt": "a\\ud800"}', "line 1, prompt: .*lone surrogate U.D800 at byte 1"),
+        ('{"context": "a", "input": "\\ud800"}', "line 1, input: .*lone surrogate"),
+        ('{"prompt": "a", "answers": ["b", "\\ud800"]}', "line 1, answers: .*lone surrogate"),
+        ("[" * 100_000, "line 1 is not JSON"),
         ("", "there is no row in"),
     ],
 )

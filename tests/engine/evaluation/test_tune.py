@@ -86,6 +86,7 @@ def test_a_folder_that_cannot_be_written_to_is_left_alone(tmp_path, home):
     "text",
     [
         "{",
+        "[" * 100_000,
         '{"format": 1}',
         '{"format": 2, "cake": []}',
         '{"format": 1, "cake": [{"budget": 0, "tau1": 1, "tau2": 1}]}',
