@@ -52,13 +52,15 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **keywords)
 
     def error(self, message: str) -> NoReturn:
+        if message.endswith("expected one argument"):
+            message += " (one that begins with - is written behind =, as in --prompt=-1)"
         raise UsageError(f"{' '.join(message.split())}; see {self.prog} --help")
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
     """The parser of one command (None: the one-shot); imports that command's module and no other."""
     if command is None:
-        listing = "\n".join(f"  {name:<14} {summary}" for name, (_, summary) in COMMANDS.items())
+        listing = "\n".join(f"  {name:<15} {summary}" for name, (_, summary) in COMMANDS.items())
         parser = Parser(
             prog="cake-infer",
             usage="cake-infer [command] [flags]",
@@ -89,6 +91,18 @@ def given_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> set[str
     return {action.dest for action in parser._actions if names.intersection(action.option_strings)}
 
 
+def repeated_flag(parser: argparse.ArgumentParser, argv: Sequence[str]) -> str | None:
+    """Why a flag stands in the command line twice in vain, or None: the first of its values would be dropped."""
+    names = [word.split("=", 1)[0] for word in argv if word.startswith("-")]
+    for action in parser._actions:
+        if action.nargs == 0 or isinstance(action, argparse._AppendAction):
+            continue
+        if sum(name in action.option_strings for name in names) > 1:
+            hint = "give all its values behind one" if action.nargs == "+" else "give it once"
+            return f"{action.option_strings[-1]} is given twice: {hint}"
+    return None
+
+
 def main(argv: Sequence[str] | None = None, load: Callable[..., Any] | None = None) -> int:
     """Runs one command and returns its exit code; `load` replaces `Engine.load` in tests."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -101,6 +115,8 @@ def main(argv: Sequence[str] | None = None, load: Callable[..., Any] | None = No
         if command is None and words and not words[0].startswith("-"):
             parser.error(f"no such command: {words[0]!r} (there are {', '.join(COMMANDS)}; a text goes to --prompt)")
         args = parser.parse_args(words)
+        if twice := repeated_flag(parser, words):
+            parser.error(twice)
         try:
             if hasattr(module, "conflict") and (conflict := module.conflict(args, given_flags(parser, words))):
                 parser.error(spell_flags(conflict))
@@ -123,6 +139,8 @@ def main(argv: Sequence[str] | None = None, load: Callable[..., Any] | None = No
     except BrokenPipeError:
         _forget_stdout()
         return BROKEN_PIPE
+    except OSError as error:  # a file that no command expected to be odd
+        return _fail(f"cannot use {error.filename or 'a file'}: {error.strerror or error}", ERROR)
     except SystemExit as error:  # --help and --version
         return int(error.code or 0)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,12 @@ def check_target(
     `may_be_replaced` and `what`: another kind of file, and its name. Raises SnapshotError.
     """
     target = Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
+    try:
+        os.stat(target)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:  # too long a name, no way into the folder, a NUL
+        raise SnapshotError(f"cannot write {target}: {getattr(error, 'strerror', None) or error}") from error
     if not target.name or target.is_dir():
         raise SnapshotError(f"cannot write {target}: it is a folder, give the name of a file")
     if target.exists() and not target.is_file():
@@ -69,10 +76,13 @@ class Header:
 def read_header(path: str | Path) -> Header:
     """The header of a file that is as long as it says. Raises SnapshotError for any other."""
     try:
+        mode = os.stat(path).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a pipe would be waited for, and cannot be mapped
+            raise SnapshotError(f"cannot read {path}: it is no ordinary file")
         with open(path, "rb") as file:
             return _header(file, path)
-    except OSError as error:
-        raise SnapshotError(f"cannot read {path}: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # a NUL in the name is a ValueError
+        raise SnapshotError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _header(file: BinaryIO, path: str | Path) -> Header:

@@ -95,6 +95,8 @@ def _check_header(path: Path) -> None:
     """Walk the header with every length checked: the reader trusts them, and a broken count keeps it busy for ever."""
     if path.is_dir():
         raise WeightsError(f"{path} is a folder: name a .gguf file")
+    if path.exists() and not path.is_file():  # a pipe would be waited for, and cannot be mapped
+        raise WeightsError(f"cannot read {path}: it is no ordinary file")
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -290,7 +290,8 @@ def test_a_flag_changes_what_reaches_the_engine_or_the_output(
         if command == "chat":
             return run("chat", *more, stdin=b"hello\n")
         if command == "compress":
-            return run("compress", "-o", "a.cake", *more, stdin=b"hello\n")
+            out = () if "--output" in more else ("-o", "a.cake")
+            return run("compress", *out, *more, stdin=b"hello\n")
         prompt = [] if flag in ("--prompt", "--prompt-tokens") and more else ["--prompt", "hi"]
         return run(*prompt, *more)
 
@@ -390,6 +391,7 @@ def test_a_new_field_of_a_config_cannot_be_forgotten_on_the_command_line() -> No
         ["--prompt", "x", "--policy", "full", "--schedule", "late"],
         ["--prompt", "x", "--policy", "full", "--decode-policy", "hold", "--recascade", "9"],
         ["--prompt", "x", "--cache", "a.cake", "--decode-policy", "hold", "--recascade", "9"],
+        ["--prompt", "x", "--cache", "a.cake", "--window", "16"],
         ["--prompt", "x", "--recascade", "9"],
         ["--prompt", "x", "--hold-by", "h2o"],
         ["--prompt", "x", "--hold-by", ""],
@@ -442,6 +444,7 @@ def test_flags_of_a_prompt_are_refused_where_a_chat_begins(flag: str, run: Calla
         ["--prompt"],
         ["chat", "--raw"],
         ["--prompt", "x", "chat"],
+        ["plan", "--batch", "99999999999"],
     ],
 )
 def test_a_wrong_command_line_is_one_line_and_exit_code_2(arguments: list[str], run: Callable[..., Run]) -> None:
@@ -687,11 +690,102 @@ def test_the_first_word_of_some_commands_lists_them(run: Callable[..., Run]) -> 
         assert (seen.code, seen.err) == (2, f"error: {begin} (there are {', '.join(names)})\n")
 
 
-@pytest.mark.parametrize("flag", ["--model=", "--revision=", "--random-weights="])
-def test_an_empty_name_is_no_default(flag: str, run: Callable[..., Run]) -> None:
-    seen = run(flag, "--prompt", "hello")
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["--model=", "--prompt", "hello"], "--model"),
+        (["--revision=", "--prompt", "hello"], "--revision"),
+        (["--random-weights=", "--prompt", "hello"], "--random-weights"),
+        (["--cache=", "--prompt", "hello"], "--cache"),
+        (["inspect", "--prompt", "hello", "--out="], "--out"),
+        (["eval", "fidelity", "--rows", "a.jsonl", "--out="], "--out"),
+        (["eval", "fidelity", "--rows="], "--rows"),
+        (["eval", "generation", "--text="], "--text"),
+        (["eval", "needle", "--text="], "--text"),
+        (["tune", "--text="], "--text"),
+        (["serve", "--host="], "--host"),
+        (["import-gguf", "", "out"], "FILE"),
+        (["import-gguf", "a.gguf", ""], "OUT"),
+    ],
+)
+def test_an_empty_name_is_no_default(words: list[str], name: str, run: Callable[..., Run]) -> None:
+    seen = run(*words)
     assert seen.code == 2
-    assert f"{flag[:-1]}: the value is empty" in seen.err
+    assert f"argument {name}: the value is empty" in seen.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--prompt", "a", "--prompt", "b"], "--prompt is given twice: give it once"),
+        (["--prompt", "a", "--budget=64", "--budget", "64"], "--budget is given twice: give it once"),
+        (["compress", "-o", "a.cake", "--output", "b.cake"], "--output is given twice: give it once"),
+        (
+            ["eval", "fidelity", "--rows", "a.jsonl", "--policy", "cake", "--policy", "snapkv"],
+            "--policy is given twice: give all its values behind one",
+        ),
+    ],
+)
+def test_no_value_is_dropped_for_a_second_one(words: list[str], message: str, run: Callable[..., Run]) -> None:
+    seen = run(*words)
+    assert (seen.code, seen.engine.calls) == (2, [])
+    assert seen.err.startswith(f"error: {message}; see ")
+
+
+def test_a_flag_without_a_value_twice_and_lists_of_values_are_fine(run: Callable[..., Run]) -> None:
+    assert run("--prompt", "a", "--quiet", "--quiet", "--stop", "b", "--stop", "c").code == 0
+
+
+def test_a_value_that_begins_with_a_dash_can_be_given_and_the_message_says_how(run: Callable[..., Run]) -> None:
+    assert "is written behind =, as in --prompt=-1" in run("--prompt", "-5 degrees?", "--budget", "-3%").err
+    assert run("--prompt=-why?").prompt.endswith("<user>-why?<end><reply>")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["compress", "--prompt-file", "{text}", "-o", "{long}"],
+        ["inspect", "--prompt-file", "{text}", "--out", "{long}"],
+        ["--cache", "{long}", "--prompt", "x"],
+        ["--prompt-file", "{long}"],
+        ["--model", "{long}", "--prompt", "x"],
+        ["--random-weights", "{long}", "--prompt", "x"],
+        ["import-gguf", "{long}", "out"],
+        ["eval", "fidelity", "--rows", "{long}.jsonl"],
+        ["eval", "fidelity", "--rows", "{rows}", "--out", "{long}"],
+        ["tune", "--text", "{long}"],
+    ],
+)
+def test_a_name_that_is_too_long_is_one_line(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    (tmp_path / "text").write_text("hello")
+    names = {"text": tmp_path / "text", "rows": tmp_path / "rows.jsonl", "long": str(tmp_path / ("a" * 300))}
+    assert cli.main([word.format(**names) for word in words]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert "too long" in error.lower()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
+@pytest.mark.parametrize("words", [["--cache", "{pipe}", "--prompt", "x"], ["import-gguf", "{pipe}", "out"]])
+def test_a_pipe_is_not_waited_for_where_a_file_is_mapped(words: list[str], tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    line = [word.format(pipe=tmp_path / "pipe") for word in words]
+    seen = subprocess.run([sys.executable, "-m", "cake_infer", *line], capture_output=True, timeout=60, check=False)
+    assert (seen.returncode, seen.stdout) == (1, b"")
+    assert seen.stderr.endswith(b"it is no ordinary file\n")
+
+
+def test_a_file_that_nobody_expected_to_be_odd_is_one_line(run: Callable[..., Run], monkeypatch: Any) -> None:
+    def broken(*args: Any) -> None:
+        raise OSError(5, "Input/output error", "weights.bin")
+
+    monkeypatch.setattr("cake_infer.engine.apps.generate.read_prompt", broken)
+    seen = run("--prompt", "x")
+    assert (seen.code, seen.err) == (1, "error: cannot use weights.bin: Input/output error\n")
 
 
 def test_compress_needs_a_file_and_a_document(run: Callable[..., Run], tmp_path: Path) -> None:

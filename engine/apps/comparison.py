@@ -14,7 +14,7 @@ from ...cache.policies import DEFAULT_WINDOW
 from ...errors import OptionError
 from ..evaluation.combination import Combination, budgets, combinations, merging
 from ..evaluation.ledger import KEY
-from ..options import positive_count
+from ..options import not_empty, positive_count
 from .console import Console
 from .loading import DEFAULT_MODEL, add_model_arguments, weights_conflict
 
@@ -70,7 +70,9 @@ def add_comparison_arguments(
         help="each policy with its paper's window, at equal budgets all the same",
     )
     more = "; a rerun continues" if what == "FOLDER" else ""
-    group.add_argument("--out", metavar=what, default=out, help=f"where results go{more} (default {out})")
+    group.add_argument(
+        "--out", metavar=what, type=not_empty, default=out, help=f"where results go{more} (default {out})"
+    )
     own = tuple(field.name for field in fields(CacheConfig) if field.name not in SHARED)
     # a comparison says itself which constants it compares
     add_model_arguments(parser, skip=(*own, "tuning"))
@@ -97,6 +99,7 @@ def add_row_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         nargs="+",
         required=True,
+        type=not_empty,
         help="JSONL files, or folders of them: LongBench's rows (context, input, answers), or prompt and answer",
     )
     group.add_argument("--limit", metavar="N", type=positive_count, help="at most so many rows of each file")

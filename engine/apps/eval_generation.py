@@ -11,7 +11,7 @@ from ...errors import OptionError
 from ..evaluation.encoding import EncodedRow
 from ..evaluation.excerpts import Excerpt, excerpts
 from ..evaluation.summary import Measure, summarise
-from ..options import positive_count
+from ..options import not_empty, positive_count
 from .comparison import Comparison, add_comparison_arguments, comparison_conflict
 from .comparison_run import Records, Setting, budget_table, compare, publish
 from .console import Console
@@ -49,7 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this command."""
     group = parser.add_argument_group("texts")
     group.add_argument(
-        "--text", metavar="FILE", nargs="+", required=True, help="UTF-8 texts like those that the model will write"
+        "--text",
+        metavar="FILE",
+        nargs="+",
+        required=True,
+        type=not_empty,
+        help="UTF-8 texts like those that the model will write",
     )
     group.add_argument(
         "--excerpts", metavar="N", type=positive_count, default=1, help="excerpts of each text (default 1)"

@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 from ...cache.saved_file import read_header
-from ..options import UsageError, flag_of, positive_count
+from ..options import UsageError, flag_of, not_empty, positive_count
 from .console import Console
 from .loading import (
     USELESS_WHEN_FULL,
@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text.add_argument(
         "--cache",
         metavar="FILE",
+        type=not_empty,
         help="a document that `compress` has read, in place of reading it again; the prompt is the question",
     )
     add_pieces_argument(text, "read the text, while a pipe is still written too,")
@@ -69,6 +70,8 @@ def conflict(args: argparse.Namespace, given: set[str]) -> str | None:
         for name in ("budget", *USELESS_WHEN_FULL):
             if name in given and name not in ("window", "hold_by"):
                 return f"{flag_of(name)} has no effect with --cache: nothing more is evicted"
+        if "window" in given and args.decode_policy != "hold":
+            return "--window has no effect with --cache, unless --decode-policy hold evicts while it replies"
         if "policy" in given:
             return "--policy has no effect with --cache: nothing more is evicted"
     pieces = pieces_conflict(args, length_known=args.prompt_tokens is not None)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 
+from ..options import not_empty
 from .console import Console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this command."""
-    parser.add_argument("file", metavar="FILE", help="a GGUF file of a Llama, Mistral, Qwen2, Qwen3 or Gemma model")
-    parser.add_argument("out", metavar="OUT", help="the folder to make; it must not exist, or be empty")
+    parser.add_argument(
+        "file", metavar="FILE", type=not_empty, help="a GGUF file of a Llama, Mistral, Qwen2, Qwen3 or Gemma model"
+    )
+    parser.add_argument("out", metavar="OUT", type=not_empty, help="the folder to make; it must not exist, or be empty")
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float16", "float32"),

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..memory import Plan
 
 DEFAULT_PROMPT_TOKENS = 8192
+MOST_PROMPTS = 65_536  # together; each is added up
 
 # what is shown, and the field of Plan it comes from
 ROWS = (
@@ -77,6 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def conflict(args: argparse.Namespace, given: set[str]) -> str | None:
     """Why these flags do not go together, or None."""
+    if args.batch > MOST_PROMPTS:
+        return f"--batch must be at most {MOST_PROMPTS:,}, not {args.batch:,}"
     if args.chat and args.batch > 1:
         return "--chat is one conversation: leave --batch out"
     if args.stream_prefill is not None:

@@ -32,7 +32,9 @@ Answers /v1/chat/completions, /v1/completions, /v1/models and /v1/documents as O
 Prometheus, and /health. Requests are decoded together; one that has no room yet waits. See docs/serving.md."""
 
 SERVE_FLAGS = {
-    "host": Flag("the address to listen on; others than this machine's own need a key", metavar="ADDRESS"),
+    "host": Flag(
+        "the address to listen on; others than this machine's own need a key", parse=not_empty, metavar="ADDRESS"
+    ),
     "port": Flag("the port; 0 is any that is free", token_count, "N"),
     "api_key": Flag(
         f"what clients must send as a bearer token; better in the variable {KEY_VARIABLE}, which no list of processes "

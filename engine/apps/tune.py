@@ -14,7 +14,7 @@ from ...errors import PromptError
 from ..evaluation.bootstrap import Interval, bootstrap, paired
 from ..evaluation.combination import budgets
 from ..evaluation.table import show
-from ..options import number, positive_count
+from ..options import not_empty, number, positive_count
 from .comparison import SHARED, add_window_argument
 from .console import Console
 from .loading import Load, add_model_arguments, add_output_arguments, open_engine
@@ -32,7 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this command."""
     group = parser.add_argument_group("search")
     group.add_argument(
-        "--text", metavar="FILE", nargs="+", required=True, help="UTF-8 texts like those that the model will read"
+        "--text",
+        metavar="FILE",
+        nargs="+",
+        required=True,
+        type=not_empty,
+        help="UTF-8 texts like those that the model will read",
     )
     group.add_argument(
         "--max-prompt", metavar="N", type=positive_count, default=4096, help="tokens read of each text (default 4096)"

@@ -186,8 +186,9 @@ def test_another_programs_safetensors_file_and_no_file(tmp_path):
             read_snapshot(tmp_path / name)
     with pytest.raises(SnapshotError, match="No such file"):
         read_snapshot(tmp_path / "none.cake")
-    with pytest.raises(SnapshotError, match="cannot read"):
-        read_snapshot(tmp_path)
+    for path in (tmp_path, tmp_path / ("a" * 300), f"{tmp_path}/a\0b"):
+        with pytest.raises(SnapshotError, match="cannot read"):
+            read_snapshot(path)
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_anything_is_done(tmp_path):
@@ -195,6 +196,8 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_done(tmp_p
         (tmp_path, "is a folder"),
         (tmp_path / "none" / "a.cake", "there is no folder"),
         ("/dev/null", "no ordinary file"),
+        (tmp_path / ("a" * 300), "File name too long"),
+        (f"{tmp_path}/a\0b", "null"),
     ):
         with pytest.raises(SnapshotError, match=reason):
             check_target(path)
