@@ -25,6 +25,7 @@ from .loading import (
 
 if TYPE_CHECKING:
     from ..engine import Engine
+    from ..serving.server import Server
 
 KEY_VARIABLE = "CAKE_API_KEY"
 SUMMARY = """\
@@ -105,14 +106,18 @@ def run(args: argparse.Namespace, load: Load | None = None) -> int:
             limit = arena_limit(engine, options, defaults)
             service = Service(engine, options, names=_names(args, engine), limit=limit, defaults=defaults)
             server = Server(service)
-            logging.getLogger("uvicorn.error").addHandler(_Failures(console))
+            failures = _Failures(console, server)
+            logging.getLogger("uvicorn.error").addHandler(failures)
             host, port = sock.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             console.notice(
                 f"{service.model} at http://{shown}:{port}/v1: up to {options.parallel} replies together in "
                 f"{size_text(limit)} of KV memory, {_key(options)}; Ctrl-C to stop"
             )
-            serve(server, sock)
+            try:
+                serve(server, sock)
+            finally:
+                logging.getLogger("uvicorn.error").removeHandler(failures)
     return 0
 
 
@@ -128,11 +133,15 @@ def _key(options: ServeOptions) -> str:
 
 
 class _Failures(logging.Handler):
-    """What the HTTP library could not do, as warnings; how it starts and stops is nobody's business."""
+    """What the HTTP library could not do, as warnings; how it starts and stops is nobody's business.
 
-    def __init__(self, console: Console) -> None:
+    Nor is what a second Ctrl-C breaks off.
+    """
+
+    def __init__(self, console: Console, server: Server) -> None:
         super().__init__(logging.WARNING)
-        self._console = console
+        self._console, self._server = console, server
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._console.warning(record.getMessage())
+        if not self._server.force_exit:
+            self._console.warning(record.getMessage())

@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 
 from ...errors import CakeError
 from .errors import ApiError, as_api_error
@@ -41,6 +42,9 @@ def create_app(service: Service) -> FastAPI:
     _add_replies(app, service)
     _add_documents(app, service)
     add_page(app, service)
+    for route in app.routes:
+        if isinstance(route, Route) and route.methods is not None and "GET" in route.methods:
+            route.methods.add("HEAD")  # what checks whether a server is there asks so
     return app
 
 
@@ -71,7 +75,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def wrong_route(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}".lower()
+        message = f"{request.method} {request.url.path}: {error.detail.lower()}"
         code = "unknown_url" if error.status_code == 404 else None
         return error_response(ApiError(error.status_code, message, code=code, headers=dict(error.headers or {})))
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from http import HTTPStatus
 from typing import Any
 
+from httptools import HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from .errors import ApiError
@@ -49,7 +51,10 @@ class Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._beside += len(data)
+        parser = self.parser
         super().data_received(data)
+        if self.parser is not parser and self._body_at < len(data):
+            super().data_received(data[self._body_at :])
         if self._beside > MOST_HEAD and not self.transport.is_closing():
             self._refuse(431, f"the request has more than {MOST_HEAD:,} bytes beside its body, as many as may be")
         if self.cycle is None or self.cycle.response_complete:
@@ -74,7 +79,19 @@ class Protocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """A client would rather speak another protocol: it gets its answer in this one."""
+        """A client would rather speak another protocol: it gets its answer in this one.
+
+        The parser takes such a request to end with its head. Java's client offers h2c with its first request, whatever
+        that is: a body that the head announces is read by another parser, and the connection ends with the answer.
+        """
+        framing = [(name, value) for name, value in self.headers if name in (b"content-length", b"transfer-encoding")]
+        if not framing or self.cycle is None:
+            return
+        error = sys.exc_info()[1]  # says where in the data the head ends
+        self._body_at = error.args[0] if error is not None else 0
+        self.cycle.more_body, self.cycle.keep_alive = True, False
+        self.parser = HttpRequestParser(_Body(self))
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(b"%s: %s\r\n" % pair for pair in framing) + b"\r\n")
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, f"this is no request: {msg[0].lower()}{msg[1:]}")
@@ -109,3 +126,10 @@ class Protocol(HttpToolsProtocol):
         timer = self._timers.pop(name, None)
         if timer is not None:
             timer.cancel()
+
+
+class _Body:
+    """What a parser tells that reads the body of a request whose head another one has read."""
+
+    def __init__(self, protocol: Protocol) -> None:
+        self.on_body, self.on_message_complete = protocol.on_body, protocol.on_message_complete

@@ -173,39 +173,63 @@ def test_the_thread_that_loaded_the_model_keeps_none_of_torchs_threads(serving, 
     assert started.client().completions.create(model="tiny", prompt="x", max_tokens=2).usage.completion_tokens
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_command_serves_and_ends_when_it_is_asked_to(tmp_path, write_checkpoint, write_byte_tokenizer, number):
+@pytest.fixture
+def command(tmp_path, write_checkpoint, write_byte_tokenizer):
+    """A function of flags: the command's process, and its URL."""
     folder = write_checkpoint(tmp_path / "tiny-model", num_hidden_layers=1)
     write_byte_tokenizer(folder, 300)
-    flags = ["--model", str(folder), "--port", "0", "--step", "eager", "--grace", "0.5", "--parallel", "2"]
-    process = subprocess.Popen(
-        [*from_cli, *flags],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "CAKE_API_KEY": "of the environment"},
-    )
-    assert process.stderr is not None
-    try:
+    processes = []
+
+    def start(*flags):
+        process = subprocess.Popen(
+            [*from_cli, "--model", str(folder), "--port", "0", "--step", "eager", "--parallel", "2", *flags],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "CAKE_API_KEY": "of the environment"},
+        )
+        processes.append(process)
         lines = []
         while not lines or "http://" not in lines[-1]:
             lines.append(process.stderr.readline())
             assert lines[-1], lines
         assert lines[-1].startswith("tiny-model at http://127.0.0.1:")
         assert "with a key" in lines[-1]
-        url = lines[-1].split(" at ")[1].split("/v1")[0]
-        request = urllib.request.Request(
-            f"{url}/v1/completions",
-            data=b'{"prompt": "x", "max_tokens": 2}',
-            headers={"Authorization": "Bearer of the environment"},
-        )
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            assert b'"text_completion"' in answer.read()
-        process.send_signal(number)
-        assert process.wait(20) == 0
-        rest = process.stderr.read()
-        assert "Traceback" not in rest
-        assert "error" not in rest
-    finally:
+        return process, lines[-1].split(" at ")[1].split("/v1")[0]
+
+    yield start
+    for process in processes:
         process.kill()
         process.wait()
         process.stderr.close()
+
+
+def asked(url, body):
+    return urllib.request.Request(
+        f"{url}/v1/completions", data=body, headers={"Authorization": "Bearer of the environment"}
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_command_serves_and_ends_when_it_is_asked_to(command, number):
+    process, url = command("--grace", "0.5")
+    with urllib.request.urlopen(asked(url, b'{"prompt": "x", "max_tokens": 2}'), timeout=30) as answer:
+        assert b'"text_completion"' in answer.read()
+    process.send_signal(number)
+    assert process.wait(20) == 0
+    rest = process.stderr.read()
+    assert "Traceback" not in rest
+    assert "error" not in rest
+
+
+def test_asked_twice_the_command_ends_at_once_and_without_a_word(command):
+    process, url = command("--grace", "60")
+    with urllib.request.urlopen(
+        asked(url, b'{"prompt": "x", "max_tokens": 4000, "ignore_eos": true, "stream": true}'), timeout=30
+    ) as answer:
+        assert answer.readline().startswith(b"data: ")
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.3)  # the reply may go on
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    assert process.stderr.read() == ""

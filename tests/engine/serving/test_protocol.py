@@ -145,3 +145,41 @@ def test_a_client_that_would_rather_speak_another_protocol_gets_its_answer(servi
     answer = exchange(serving().port, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n" + upgrade + b"\r\n")
     assert answer.startswith(b"HTTP/1.1 200")
     assert b'"status":"ok"' in answer
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["at once", "head, then body in two parts"])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_behind_such_an_offer_is_read(serving, chunked, together):
+    upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAA\r\n"
+    framing = b"Transfer-Encoding: chunked\r\n" if chunked else b"Content-Length: %d\r\n" % len(BODY)
+    body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY) if chunked else BODY
+    head = POST + upgrade + framing + b"\r\n"
+    port = serving().port
+    parts = (head + body,) if together else (head, body[:9], body[9:])
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
+        for part in parts:
+            sock.sendall(part)
+            time.sleep(0 if together else 0.05)
+        answer = b""
+        while data := sock.recv(1 << 16):
+            answer += data
+    status, _, text = answer.partition(b"\r\n\r\n")
+    assert status.startswith(b"HTTP/1.1 200")
+    assert b"connection: close" in status
+    assert json.loads(text)["usage"]["completion_tokens"] == 2
+
+
+def test_a_broken_body_behind_such_an_offer_is_told(serving):
+    upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAA\r\n"
+    status, error = told(exchange(serving().port, POST + upgrade + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n"))
+    assert (status, "this is no request" in error["message"]) == (400, True)
+
+
+def test_head_is_answered_as_get_without_a_body_and_messages_keep_the_address(serving):
+    started = serving()
+    for path in ("/", "/health", "/metrics", "/v1/models"):
+        asked, got = httpx.head(f"{started.url}{path}"), httpx.get(f"{started.url}{path}")
+        assert (asked.status_code, asked.content) == (200, b"")
+        assert asked.headers["content-type"] == got.headers["content-type"]
+    assert httpx.get(f"{started.url}/No/Such").json()["error"]["message"] == "GET /No/Such: not found"
+    assert httpx.put(f"{started.url}/health").json()["error"]["message"] == "PUT /health: method not allowed"
