@@ -73,16 +73,24 @@ class Header:
     checksum_at: int
 
 
-def read_header(path: str | Path) -> Header:
-    """The header of a file that is as long as it says. Raises SnapshotError for any other."""
+def open_file(path: str | Path) -> BinaryIO:
+    """A file, open for reading. Raises SnapshotError where there is none: a pipe would be waited for."""
     try:
         mode = os.stat(path).st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a pipe would be waited for, and cannot be mapped
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             raise SnapshotError(f"cannot read {path}: it is no ordinary file")
-        with open(path, "rb") as file:
-            return _header(file, path)
+        return open(path, "rb")
     except (OSError, ValueError) as error:  # a NUL in the name is a ValueError
         raise SnapshotError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def read_header(path: str | Path) -> Header:
+    """The header of a file that is as long as it says. Raises SnapshotError for any other."""
+    with open_file(path) as file:
+        try:
+            return _header(file, path)
+        except OSError as error:
+            raise SnapshotError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def _header(file: BinaryIO, path: str | Path) -> Header:

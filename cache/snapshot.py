@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..errors import SnapshotError
 from .quantise import GROUP, KV_BITS, code_bytes, value_groups
-from .saved_file import BLANK, FORMAT, VERSION, check_target, read_whole, seal
+from .saved_file import BLANK, FORMAT, VERSION, check_target, open_file, read_whole, seal
 from .saved_rows import TABLES, SavedPacked, SavedRows, inside, whole
 
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -96,7 +96,7 @@ def read_snapshot(path: str | Path) -> Snapshot:
     """Check a file and map it. Raises SnapshotError for one that is truncated, altered, foreign or newer."""
     for _ in range(READS):
         try:
-            with open(path, "rb") as checked:
+            with open_file(path) as checked:
                 about, bits = read_whole(checked, path)
                 with safe_open(path, framework="pt") as file:
                     tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)

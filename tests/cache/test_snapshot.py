@@ -186,7 +186,8 @@ def test_another_programs_safetensors_file_and_no_file(tmp_path):
             read_snapshot(tmp_path / name)
     with pytest.raises(SnapshotError, match="No such file"):
         read_snapshot(tmp_path / "none.cake")
-    for path in (tmp_path, tmp_path / ("a" * 300), f"{tmp_path}/a\0b"):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / ("a" * 300), f"{tmp_path}/a\0b", tmp_path / "pipe"):
         with pytest.raises(SnapshotError, match="cannot read"):
             read_snapshot(path)
 
