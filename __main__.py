@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 
@@ -10,9 +11,12 @@ def main() -> int:
     try:
         from .cli import main as run
 
-        return run()
+        code = run()
     except KeyboardInterrupt:
-        return 130
+        code = 130
+    if code == 130 and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # one more, while the interpreter cleans up, ends it at once
+    return code
 
 
 if __name__ == "__main__":

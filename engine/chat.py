@@ -243,7 +243,9 @@ class Chat:
     def _take_back(self) -> str:
         if self._undo is None:
             raise PromptError(
-                "only the last turn can be taken back, once" if self.messages else "there is no turn to take back"
+                "only the last turn can be taken back, once, and none that came from a file"
+                if self.messages
+                else "there is no turn to take back"
             )
         text = self.messages[-2]["content"]
         self._go_back(self._undo)

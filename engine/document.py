@@ -199,6 +199,8 @@ def question_ids(
 
     Raises PromptError and OptionError.
     """
+    if not isinstance(document, Document):
+        raise OptionError(f"cache is a document that compress or load_document has returned, not {document!r}")
     if messages is not None:
         raise OptionError("a question to a document is a text or ids: its messages are the document's own")
     if ids is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast, overload
@@ -21,7 +20,7 @@ from .chat import Chat
 from .document import Document, compress, load_document, open_document, question_ids
 from .encoding import prompt_ids
 from .fitting import room_for_reply
-from .generation import GenerationConfig, resolve_generation
+from .generation import GenerationConfig, resolve_generation, with_options
 from .loading import (
     cache_config,
     load_engine,
@@ -303,11 +302,7 @@ class Engine:
 
     def _generation(self, config: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:
         """The caller's options over the model's own defaults."""
-        known = {field.name for field in fields(GenerationConfig)}
-        unknown = sorted(set(options) - known)
-        if unknown:
-            raise OptionError(f"unknown option {unknown[0]!r}: the options are {', '.join(sorted(known))}")
-        config = replace(config, **options) if config is not None else GenerationConfig(**options)
+        config = with_options(config, options)
         if config.stop:
             self.text_tokenizer()
         return resolve_generation(config, self.defaults)

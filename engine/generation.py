@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 from ..errors import OptionError
 
@@ -83,6 +83,17 @@ class GenerationConfig:
             or self.presence_penalty not in (None, 0.0)
             or self.frequency_penalty not in (None, 0.0)
         )
+
+
+def with_options(config: GenerationConfig | None, options: Mapping[str, Any]) -> GenerationConfig:
+    """The keywords over the fields of `config`. Raises OptionError for another object, and for a name that is none."""
+    known = {field.name for field in fields(GenerationConfig)}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise OptionError(f"unknown option {unknown[0]!r}: the options are {', '.join(sorted(known))}")
+    if config is not None and not isinstance(config, GenerationConfig):
+        raise OptionError(f"config is a GenerationConfig (a list of them for a list of prompts), not {config!r}")
+    return replace(config, **options) if config is not None else GenerationConfig(**options)
 
 
 def resolve_generation(config: GenerationConfig, generation_json: Mapping[str, object] | None) -> GenerationConfig:

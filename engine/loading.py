@@ -87,6 +87,8 @@ def cache_config(cache: CacheConfig | None, options: dict[str, Any]) -> CacheCon
     unknown = sorted(set(options) - known)
     if unknown:
         raise OptionError(f"unknown option {unknown[0]!r}: the cache's options are {', '.join(sorted(known))}")
+    if cache is not None and not isinstance(cache, CacheConfig):
+        raise OptionError(f"cache is a CacheConfig, not {cache!r}: or give its fields as keywords, as in budget=512")
     given = {name: value for name, value in options.items() if value is not None}
     return replace(cache, **given) if cache is not None else CacheConfig(**given)
 

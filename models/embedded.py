@@ -55,11 +55,22 @@ Fetch = Callable[[Path, OnProgress | None], None]
 
 
 def cache_home() -> Path:
-    """Where this package keeps models: CAKE_INFER_HOME, else cake-infer in the user's cache folder."""
+    """Where this package keeps models: CAKE_INFER_HOME, else cake-infer in the user's cache folder.
+
+    Raises CakeError for a user without a home folder, as in a container.
+    """
     if os.environ.get("CAKE_INFER_HOME"):
-        return Path(os.environ["CAKE_INFER_HOME"]).expanduser()
+        return in_home(os.environ["CAKE_INFER_HOME"], "CAKE_INFER_HOME")
     caches = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(caches) if os.path.isabs(caches) else Path("~/.cache").expanduser()) / "cake-infer"
+    return (Path(caches) if os.path.isabs(caches) else in_home("~/.cache", "CAKE_INFER_HOME")) / "cake-infer"
+
+
+def in_home(path: str, variable: str) -> Path:
+    """A path with its `~` replaced; CakeError, with the environment variable to set, where there is no such home."""
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        raise CakeError(f"there is no home folder for {path}: set {variable} to a folder of yours")
+    return Path(expanded)
 
 
 def embedded_folder() -> Path:

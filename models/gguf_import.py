@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,9 @@ def import_gguf(
     WeightsError for a broken file, UnsupportedModel or TokenizerError for what the engine does not have.
     """
     check_dtype(dtype)
-    target = Path(out).expanduser()
+    target = Path(os.path.expanduser(out))
     check_new_folder(target)
-    file = GgufFile(Path(path).expanduser())
+    file = GgufFile(Path(os.path.expanduser(path)))
     documents = model_documents(file, dtype)
     width = DTYPES[dtype][1].itemsize
     shapes = expected_shapes(documents["config.json"]).values()

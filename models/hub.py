@@ -95,14 +95,18 @@ def _target(name: str | Path, revision: str | None) -> _Target:
     text = str(name)
     if not text.strip():
         raise ModelNotFound("the model's name is empty: give a folder, an alias or a hub id (see `cake-infer models`)")
-    path = Path(text).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(text))
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except OSError as error:  # too long a name, no way into the folder
+        raise ModelNotFound(f"cannot look for the model {text}: {error.strerror or error}") from error
+    if is_folder:
         if revision is not None:
             raise OptionError(
                 f"a revision belongs to a hub model, and {text} is a folder: leave the option revision out"
             )
         return _Target(folder=_checked_folder(path, text))
-    if path.is_file():
+    if is_file:
         hint = (
             f"import it with `cake-infer import-gguf {text} FOLDER` and name the folder"
             if path.suffix == ".gguf"

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from .embedded import in_home
 from .hub_files import absent_files
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -29,7 +30,7 @@ def offline() -> bool:
 
 
 def _expanded(path: str) -> Path:
-    return Path(os.path.expandvars(path)).expanduser()
+    return in_home(os.path.expandvars(path), "HF_HOME")
 
 
 @dataclass(frozen=True)

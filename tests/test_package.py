@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -65,6 +66,20 @@ def test_python_m_prints_the_version() -> None:
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     assert answer.returncode == 0
     assert cake_infer.__version__ in answer.stdout
+
+
+def test_a_second_ctrl_c_while_the_interpreter_cleans_up_ends_it_at_once() -> None:
+    code = """
+import atexit, os, signal, sys
+from cake_infer import __main__, cli
+cli.main = lambda: int(sys.argv[1])
+atexit.register(os.kill, os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(__main__.main())
+"""
+    interrupted, ended = run_python(code, "130"), run_python(code, "0")
+    assert (interrupted.returncode, interrupted.stderr) == (-signal.SIGINT, "")
+    assert "KeyboardInterrupt" in ended.stderr
 
 
 def test_the_version_is_the_projects() -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -45,7 +46,7 @@ class TableAllocation:
     @classmethod
     def create(cls, model: PolicyModel, budget: int, *, table: str, kind: str, beta: float) -> TableAllocation:
         """Raises OptionError for a file that cannot be read, or is not of this model."""
-        values = read_table(Path(table).expanduser())
+        values = read_table(Path(os.path.expanduser(table)))
         if len(values) != model.num_layers:
             raise OptionError(f"the table {table} has {len(values)} layers and the model {model.num_layers}")
         if kind in ("weights", "headkv") and min(min(row) for row in values) < 0:

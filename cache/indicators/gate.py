@@ -9,8 +9,8 @@ attention while it is read change its output; this one chooses afterwards.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -41,7 +41,7 @@ class GateIndicator:
         weights: list[Tensor] = []
         biases: list[Tensor | None] = []
         try:
-            with safe_open(Path(file).expanduser(), framework="pt") as tensors:
+            with safe_open(os.path.expanduser(file), framework="pt") as tensors:
                 names = set(tensors.keys())
                 for layer in range(model.num_layers):
                     name = f"layers.{layer}.weight"

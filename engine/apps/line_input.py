@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from ...errors import PromptError
+from ...errors import CakeError, PromptError
 from ..text import check_text, decode_input
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ PROMPT = "> "
 CONTINUATION = ". "
 BLOCK = '"""'
 HISTORY_LINES = 1000
+LONGEST_LINE = 1 << 27  # bytes of a message from a pipe, which may be endless
 
 
 class LineInput(Protocol):
@@ -90,9 +91,11 @@ class PipeInput:
     interactive = False
 
     def read(self, prompt: str) -> str:
-        data = b"" if sys.stdin is None else sys.stdin.buffer.readline()
+        data = b"" if sys.stdin is None else sys.stdin.buffer.readline(LONGEST_LINE + 1)
         if not data:
             raise EOFError
+        if len(data) > LONGEST_LINE:
+            raise CakeError(f"a line of standard input has more than {LONGEST_LINE >> 20} MiB, too many for a message")
         return decode_input(data, "the line").removesuffix("\n").removesuffix("\r")
 
 

@@ -646,7 +646,7 @@ def test_undo_takes_the_last_turn_back_and_the_conversation_goes_on_as_if_it_had
     say(chat, "forget this " * 5, max_new_tokens=6)
     assert chat.undo() == "forget this " * 5
     assert state(chat) == before
-    with pytest.raises(PromptError, match="only the last turn"):
+    with pytest.raises(PromptError, match="only the last turn can be taken back, once, and none that came from a file"):
         chat.undo()
     after = say(chat, "and what now?", max_new_tokens=6)[:2]
 

@@ -210,6 +210,11 @@ def test_what_cannot_be_asked_is_refused_and_leaves_the_document_usable(model_fo
         engine.generate("word " * 100, cache=document)
     with pytest.raises(OptionError, match="unknown option"):
         engine.stream("why?", cache=document, sorcery=1)
+    for wrong in ("a.cake", 5):
+        with pytest.raises(OptionError, match="cache is a document that compress or load_document has returned, not"):
+            engine.generate("why?", cache=wrong)
+        with pytest.raises(OptionError, match="cache is a document"):
+            engine.stream("why?", cache=wrong)
     for wrong in ({}, {"text": "a", "ids": [1]}):
         with pytest.raises(OptionError, match="exactly one"):
             engine.compress(**wrong)

@@ -332,6 +332,7 @@ def test_wrong_input_is_refused_before_the_first_piece(model_folder, prompt, err
         ({"context": 5000}, OptionError, "more than the model's 4,096"),
         ({"kv_memory": "much"}, BudgetError, "cannot read the size"),
         ({"cache": CacheConfig(), "budget": "x"}, BudgetError, "cannot read the budget"),
+        ({"cache": {"budget": 64}}, OptionError, "cache is a CacheConfig, not {'budget': 64}"),
     ],
 )
 def test_options_that_cannot_be_applied_are_refused_at_load(model_folder, options, error, message):

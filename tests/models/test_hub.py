@@ -458,6 +458,15 @@ def test_a_path_that_does_not_exist_is_called_a_folder(no_network: Path, name: s
     assert f"no folder {name}" in _message(name)
 
 
+@pytest.mark.parametrize("name", ["~nobody-of-this-name/model", "~nobody-of-this-name"])
+def test_the_home_folder_of_nobody_is_called_a_folder(no_network: Path, name: str) -> None:
+    assert f"no folder {name}" in _message(name)
+
+
+def test_a_name_that_is_too_long_for_a_path_is_no_model(no_network: Path) -> None:
+    assert _message("a" * 5000).startswith("cannot look for the model aaa")
+
+
 def test_a_path_object_is_never_a_hub_id_that_it_looks_like(no_network: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"mistral-7|alias"):
         resolve_model(Path("mistral-7"))
