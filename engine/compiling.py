@@ -21,6 +21,7 @@ class Compiling:
     def __init__(self) -> None:
         self._ready: set[str] = set()
         self._running: dict[str, Background] = {}
+        self._not_kept: set[str] = set()
 
     def ensure(
         self,
@@ -49,12 +50,25 @@ class Compiling:
                 log.info("compiling %s%s (about %d s if nothing else runs)", what, once, seconds)
             counter = np.zeros(2, dtype=np.int64)
             signature = tuple(numba.typeof(argument) for argument in (0, counter, *arguments))
-            self._running[kind] = Background(lambda: function.compile(signature), name="cake-infer-compiler")
+            self._running[kind] = Background(
+                lambda: self._compile(kind, function, signature), name="cake-infer-compiler"
+            )
         try:
             self._running[kind].wait(on_wait)
         finally:
             if self._running[kind].done:  # also after a failure: who asks next tries again
                 del self._running[kind]
-        mark_cached(kind)
+        if kind not in self._not_kept:
+            mark_cached(kind)
         self._ready.add(kind)
         log.debug("%s ready in %.2f s", kind, time.perf_counter() - started)
+
+    def _compile(self, kind: str, function: Any, signature: tuple[object, ...]) -> None:
+        """Numba compiles, and then saves what it has compiled: on a full disk only the second fails."""
+        try:
+            function.compile(signature)
+        except OSError as error:
+            if signature not in function.overloads:
+                raise
+            self._not_kept.add(kind)
+            log.warning("what was compiled cannot be kept (%s): the next start compiles it anew", error)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import stat
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -56,6 +58,8 @@ def tensor_headers(folder: str | Path) -> dict[str, TensorHeader]:
 def file_headers(path: Path) -> dict[str, TensorHeader]:
     """Name to header of every tensor in one safetensors file. Raises `WeightsError` as `tensor_headers` does."""
     try:
+        if stat.S_ISFIFO(os.stat(path).st_mode):  # it would be waited for
+            raise WeightsError(f"{path} is no ordinary file; download the model again")
         with path.open("rb") as file:
             size = file.seek(0, 2)
             file.seek(0)

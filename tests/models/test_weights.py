@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -241,6 +242,12 @@ class TestBrokenFiles:
         (folder / "model.safetensors").unlink()
         (folder / "model.safetensors").symlink_to(folder / "blobs" / "gone")
         self.refused(folder, "missing")
+
+    def test_a_pipe_is_not_waited_for(self, write_checkpoint: WriteCheckpoint, tmp_path: Path) -> None:
+        folder = write_checkpoint(tmp_path / "model")
+        (folder / "model.safetensors").unlink()
+        os.mkfifo(folder / "model.safetensors")
+        self.refused(folder, "no ordinary file")
 
     @pytest.mark.parametrize(
         ("entry", "match"),
