@@ -32,9 +32,9 @@ class Console:
         self.quiet, self.verbose = quiet, verbose
         self._err: TextIO | None = sys.stderr
         terminal = self._err is not None and self._err.isatty()
-        colour = terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-        self._dim = (DIM, PLAIN) if colour else ("", "")
-        self.progress = ProgressBar(self._err if terminal and not quiet else None)
+        able = terminal and os.environ.get("TERM") != "dumb"
+        self._dim = (DIM, PLAIN) if able and "NO_COLOR" not in os.environ else ("", "")
+        self.progress = ProgressBar(self._err if able and not quiet else None)
         self._at_line_start = True
         self._handler = _LogLines(self)
 

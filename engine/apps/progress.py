@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import TextIO
@@ -80,7 +81,10 @@ class ProgressBar:
         elapsed = now - self._started
         if rate and done > self._first_done:
             detail += f"  {(done - self._first_done) / elapsed:,.0f} tok/s"
-        self._write(CLEAR_LINE + self._line(stage, done, total, detail, elapsed))
+        line, columns = self._line(stage, done, total, detail, elapsed), _columns(self._stream)
+        if columns and len(line) >= columns:  # a line that wraps is not taken away again
+            line = self._line(stage, done, total, detail, elapsed, bar=False)[: columns - 1]
+        self._write(CLEAR_LINE + line)
         self._visible = self._stream is not None
 
     def clear(self) -> None:
@@ -89,12 +93,13 @@ class ProgressBar:
             self._write(CLEAR_LINE)
             self._visible = False
 
-    def _line(self, stage: str, done: int, total: int, detail: str, elapsed: float) -> str:
+    def _line(self, stage: str, done: int, total: int, detail: str, elapsed: float, *, bar: bool = True) -> str:
         name = STAGES.get(stage, stage)
         if total <= 0:
             return "  ".join([name, *([detail] if detail else []), duration(elapsed)])
         filled = BAR_WIDTH * done // total
-        parts = [name, f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {100 * done // total:3d}%"]
+        drawn = f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] " if bar else ""
+        parts = [name, f"{drawn}{100 * done // total:3d}%"]
         if detail:
             parts.append(detail)
         worked = done - self._first_done
@@ -109,3 +114,11 @@ class ProgressBar:
             self._stream.flush()
         except (OSError, ValueError):
             self._stream = None
+
+
+def _columns(stream: TextIO) -> int:
+    """How wide the terminal is, 0 where it does not say."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):
+        return 0

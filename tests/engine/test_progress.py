@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
+import sys
+import time
 
 import pytest
+from cake_infer.engine.apps.console import Console
 from cake_infer.engine.apps.progress import CLEAR_LINE, ProgressBar, duration
 from cake_infer.engine.loading import stage_reporter
 from cake_infer.engine.results import Progress
@@ -114,3 +118,46 @@ def test_loading_is_reported_once_for_each_percent() -> None:
         report("load", done, 1000)
     report("fetch", 0, 1000)  # another stage begins anew
     assert [(event.stage, event.done // 10) for event in seen] == [("load", n) for n in range(101)] + [("download", 0)]
+
+
+@pytest.mark.parametrize(
+    ("columns", "line"),
+    [
+        (80, "reading  [############............]  50%  layer 6/10  1s left"),
+        (62, "reading  [############............]  50%  layer 6/10  1s left"),
+        (61, "reading   50%  layer 6/10  1s left"),
+        (20, "reading   50%  laye"),
+    ],
+)
+def test_the_line_never_wraps(clock: Clock, monkeypatch: pytest.MonkeyPatch, columns: int, line: str) -> None:
+    monkeypatch.setattr(os, "get_terminal_size", lambda descriptor: os.terminal_size((columns, 24)))
+    stream = Terminal()
+    bar = ProgressBar(stream, clock)
+    bar(Progress("prefill", 0, 100, 0, 10))
+    clock.now += 1
+    bar(Progress("prefill", 50, 100, 5, 10))
+    assert shown(stream) == [line]
+
+
+class Terminal(io.StringIO):
+    def fileno(self) -> int:
+        return 2
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("name", "drawn"), [("xterm", True), ("dumb", False)])
+def test_a_terminal_that_cannot_take_a_line_away_gets_no_bar_and_no_colour(
+    monkeypatch: pytest.MonkeyPatch, name: str, drawn: bool
+) -> None:
+    monkeypatch.setenv("TERM", name)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys, "stderr", stream := Terminal())
+    with Console() as console:
+        console.progress.update("load", 0, 100)
+        time.sleep(0.55)
+        console.progress.update("load", 50, 100)
+        console.notice("a notice")
+    assert ("loading" in stream.getvalue()) is drawn
+    assert ("\x1b" in stream.getvalue()) is drawn
