@@ -16,20 +16,16 @@ from ..cache.arena import Arena
 from ..cache.packed_arena import PackedArena
 from ..cache.packed_store import PackedStore
 from ..errors import BackendError
-from ..models.decoder import Decoder, Layer
-from ..models.quantisation import Matrix
+from ..models.decoder import Decoder
 from .compiling import Compiling
 from .kernels import NO_NUMBA, ON_CPU, kernels_cached, load_step
 from .sequence import Sequence
 from .stepper import OnWait
 from .team import Team
+from .weight_tables import FORMATS, WeightTables, in_lines
 
 log = logging.getLogger(__name__)
 
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
-MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-FORMATS = {"float32": "float32", "uint16": "bfloat16", "int8": "int8", "uint8": "int4"}  # as people call them
-LIKE = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.int8: np.int8, torch.uint8: np.uint8}
 NO_LIMIT = np.iinfo(np.int64).max
 ANGLES_AHEAD, MOST_ANGLES = 64, 256  # positions in a block, blocks that are remembered
 
@@ -51,45 +47,23 @@ class CompiledStep:
         config = decoder.config
         if kv_bits is not None and config.head_dim % 16:
             raise BackendError(f"the compiled step has no form for packed rows of heads of {config.head_dim} numbers")
-        matrices = [getattr(layer, name) for layer in decoder.layers for name in MATRICES]
-        stored = {matrix.dtype for matrix in (*matrices, decoder.embed_tokens, decoder.lm_head)}
-        if len(stored) > 1 or not stored <= set(LIKE):
-            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in stored))
-            raise BackendError(f"the compiled step has no form for weights stored as {names}")
+        self._tables = WeightTables(decoder)
         self.decoder = decoder
         cores = os.cpu_count() or 1
         self.threads = max(1, min(threads, cores))
         if threads > cores:
             log.warning("decoding uses %d threads, one for each core: %d would wait for each other", cores, threads)
         self._team = Team(self.threads)
-        self._weights = np.zeros(0, dtype=LIKE[stored.pop()])
-        self._matrices = np.array([_address(matrix) for matrix in matrices], dtype=np.int64).reshape(-1, 7, 2)
-        self._ends = np.array([_address(decoder.embed_tokens), _address(decoder.lm_head)], dtype=np.int64)
-        self._shape = np.array(
-            [
-                config.hidden_size,
-                config.intermediate_size,
-                config.num_heads,
-                config.num_kv_heads,
-                config.head_dim,
-                config.vocab_size,
-                config.num_layers,
-                ACTIVATIONS[config.hidden_act],
-                0,
-            ],
-            dtype=np.int64,
-        )
         whole = config.head_dim % 16 == 0
         self._lanes = (0,) * (config.head_dim // 16 if whole else 0)
         self._group = (0,) * (config.num_heads // config.num_kv_heads)
         self._bits = (0,) * (kv_bits or 0)
-        rows = np.dtype(LIKE[kv_dtype]).name
+        rows = "float32" if kv_dtype == torch.float32 else "uint16"
+        self._weights = self._tables.like
         self._kind = f"{self._weights.dtype.name}-{rows}-{len(self._lanes)}-{len(self._group)}-{len(self._bits)}"
         if not self.at_hand:
             _ = self._step  # it is found out now whether numba can be loaded, as it could when a kernel was kept
-        self._constants = np.array([config.rms_norm_eps, decoder.scale, config.embedding_scale], dtype=np.float32)
         self._sliding = np.array([window or 0 for window in config.sliding_windows], dtype=np.int64)
-        self._small_tensors()
         self._room: tuple[int, int, int] = (0, 0, 0)
         self._angles: dict[tuple[object, int], tuple[np.ndarray, np.ndarray]] = {}
         self._compiling = Compiling()
@@ -104,28 +78,6 @@ class CompiledStep:
     def at_hand(self) -> bool:
         """Whether the kernel has been compiled on this machine before; see `Step`."""
         return kernels_cached(self._kind)
-
-    # -- tables -------------------------------------------------------------------------------------------------------
-
-    def _small_tensors(self) -> None:
-        """Norms and biases as fp32 tables, empty where the model has none."""
-        config, layers = self.decoder.config, self.decoder.layers
-        final = torch.stack([self.decoder.norm, self.decoder.norm]).float()
-        pairs = [torch.stack([layer.input_layernorm, layer.post_attention_layernorm]).float() for layer in layers]
-        self._norms = (torch.stack([*pairs, final]) + config.norm_offset).numpy()
-        self._head_norms = np.zeros((len(layers), 2, 0), dtype=np.float32)
-        if layers[0].q_norm is not None:
-            heads = [torch.stack([_some(layer.q_norm), _some(layer.k_norm)]).float() for layer in layers]
-            self._head_norms = (torch.stack(heads) + config.norm_offset).numpy()
-
-        def table(*names: str) -> np.ndarray:
-            if all(getattr(layer, name) is None for layer in layers for name in names):
-                return np.zeros((len(layers), 0), dtype=np.float32)
-            return torch.stack([torch.cat([_bias(layer, name) for name in names]) for layer in layers]).numpy()
-
-        self._qkv_bias = table("q_bias", "k_bias", "v_bias")
-        self._o_bias = table("o_bias")
-        self._mlp_bias = table("gate_bias", "up_bias", "down_bias")
 
     def _make_room(self, n: int, columns: int, packed: int) -> None:
         """Work space for n sequences with rows of so many columns, and packed ones of so many besides."""
@@ -149,7 +101,7 @@ class CompiledStep:
             floats(n, config.hidden_size),
             floats(threads, n, wide + 64),  # apart in memory: no two threads share a cache line
             np.zeros((threads, n, scratch_bytes(widest * min(self._weights.itemsize, 2))), dtype=np.int8),
-            _in_lines(threads, tile_bytes(widest, n)),
+            in_lines(threads, tile_bytes(widest, n)),
             floats(threads, group, config.head_dim),
             floats(threads, group, PIECES[-1]),
             floats(threads, share_lines(group, config.head_dim) if self._bits else 0, PIECES[-1]),
@@ -178,8 +130,6 @@ class CompiledStep:
             self._angles[key] = (cos.numpy(), sin.numpy())
         cosines, sines = self._angles[key]
         return cosines[index], sines[index]
-
-    # -- running ------------------------------------------------------------------------------------------------------
 
     def __call__(self, arena: Arena, sequence: Sequence, token: int, *, window: int) -> Tensor:
         """Feed one token. Returns the next token's logits fp32 `[vocab]`; see `decode.step`."""
@@ -219,7 +169,8 @@ class CompiledStep:
         packed = [one.packed for one in arenas if isinstance(one, PackedArena)]
         columns = max(int(one.capacity.max()) for one in arenas) + 1
         self._make_room(len(arenas), columns, max((int(rows.capacity.max()) for rows in packed), default=0))
-        self._shape[8] = window
+        tables = self._tables
+        tables.shape[8] = window
         angles = [self._cos_sin(sequence) for sequence in sequences]
         rings = [sequence.ring.as_numpy() if sequence.ring is not None else None for sequence in sequences]
         keys, values = _as_stored(arena.keys), _as_stored(arena.values)
@@ -227,15 +178,15 @@ class CompiledStep:
             np.array(tokens, dtype=np.int64),
             np.array([sequence.total for sequence in sequences], dtype=np.int64),
             self.threads,
-            self._shape,
-            self._constants,
-            self._matrices,
-            self._ends,
-            self._norms,
-            self._head_norms,
-            self._qkv_bias,
-            self._o_bias,
-            self._mlp_bias,
+            tables.shape,
+            tables.constants,
+            tables.matrices,
+            tables.ends,
+            tables.norms,
+            tables.head_norms,
+            tables.qkv_bias,
+            tables.o_bias,
+            tables.mlp_bias,
             np.stack([cos for cos, _ in angles]),
             np.stack([sin for _, sin in angles]),
             keys,
@@ -255,29 +206,12 @@ class CompiledStep:
             self._group,
             self._bits,
         )
-        weights, rows = FORMATS[self._weights.dtype.name], FORMATS[keys.dtype.name]
+        weights, rows = self._tables.format, FORMATS[keys.dtype.name]
         if self._bits:
             rows = f"{len(self._bits)}-bit and {rows}"
         what = f"the decode step for {weights} weights, {rows} keys and values"
         self._compiling.ensure(self._kind, self._step.decode_step, arguments, what=what, seconds=10, on_wait=on_wait)
         return arguments
-
-
-def _address(matrix: Matrix) -> tuple[int, int]:
-    """Where a matrix and its scales lie; 0 without scales."""
-    if isinstance(matrix, Tensor):
-        assert matrix.is_contiguous()
-        return matrix.data_ptr(), 0
-    assert matrix.data.is_contiguous()
-    return matrix.data.data_ptr(), matrix.factors.data_ptr()
-
-
-def _in_lines(*shape: int) -> np.ndarray:
-    """int8 zeros that begin with a cache line."""
-    line, size = 64, int(np.prod(shape))
-    memory = np.zeros(size + line, dtype=np.int8)
-    start = -memory.ctypes.data % line
-    return memory[start : start + size].reshape(shape)
 
 
 def _as_stored(store: Tensor) -> np.ndarray:
@@ -292,17 +226,3 @@ def _packed_tables(store: PackedStore | None) -> tuple[np.ndarray, ...]:
         return codes, codes, factors, factors, factors, factors, np.zeros(0, dtype=np.int32)
     *tables, position, _ = store.tables
     return *(t.view(torch.uint16).numpy() if t.dtype == torch.float16 else t.numpy() for t in tables), position.numpy()
-
-
-def _some(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor
-
-
-def _bias(layer: Layer, name: str) -> Tensor:
-    """A bias, zeros where only this layer or this projection has none."""
-    bias: Tensor | None = getattr(layer, name)
-    if bias is not None:
-        return bias.float()
-    matrix = getattr(layer, name.replace("_bias", "_proj"))
-    return torch.zeros(matrix.shape[0])
