@@ -313,6 +313,6 @@ class Batch:
             self._drop(member, keep=member.keep)
             return Outcome(sequence, finished=True)
         if member.limit > 1:
-            self.runner.step.prepare(arena, sequence, window=self.runner.cache.window, on_wait=self.on_wait)
+            self.runner.prepare_step(arena, sequence, self.on_wait)
         with self.runner.torch_threads.one():
             return self._pick(member, partial(member.picker.pick, logits))

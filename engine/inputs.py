@@ -15,6 +15,7 @@ from .attention import log_sum_exp
 
 ALL_QUERIES = frozenset(name for name, one in INPUTS.items() if one.all_queries)
 COLUMNS = frozenset({"column_sums", "column_squares"})
+BETWEEN = frozenset({"hidden_states", "hidden_similarity"})  # hidden states between norm, attention and MLP
 TILE_FLOATS = 1 << 18  # of one tile of attention, all query heads of a KV head
 _SINKS = 4  # the first tokens of a text, whose queries are like no other's: not in the moments
 

@@ -14,6 +14,7 @@ from ..models.workspace import Workspace
 from .attention import Attention
 from .inputs import LayerInputs
 from .sequence import Sequence
+from .short import ShortPieces
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Piece:
     work: Workspace | None  # of one chunk; None on a GPU, where torch keeps what is freed
     attention: Attention
     needs: frozenset[str] = frozenset()  # what the policy asks to know of every layer, if it evicts
+    short: ShortPieces | None = None  # what works the products of this piece, if not torch
 
     @property
     def total(self) -> int:

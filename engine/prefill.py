@@ -6,7 +6,8 @@ hidden states are updated in place; no tensor has a row per token and a column p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
@@ -21,10 +22,11 @@ from ..cache.view import LayerView, WindowPass
 from ..models.decoder import Decoder, Layer
 from ..models.workspace import Workspace
 from .attention import Attention, Sdpa
-from .inputs import ALL_QUERIES, LayerInputs
+from .inputs import ALL_QUERIES, BETWEEN, LayerInputs
 from .keeping import keep_best
 from .piece import Piece, layer_view
 from .sequence import Sequence
+from .short import ShortPieces
 from .staged_attention import attend_chunk, attend_last
 
 OnChunk = Callable[[int, int, int], None]  # (layer, tokens of this layer done, tokens of the piece)
@@ -57,12 +59,13 @@ def reading(
     attention: Attention = SDPA,
     window_pass: WindowPass | None = None,
     observer: Observer | None = None,
+    short: ShortPieces | None = None,
 ) -> Reading[Tensor]:
     """Feed `ids` int64 `[tokens]` to the sequence in the arena. Returns the last hidden state `[1, hidden]`.
 
     A generator that stops after each (layer, chunk) with what `OnChunk` is told. In between other sequences may be
     decoded, in this arena's store too: the piece touches nothing outside the arena's span. An observer needs a sequence
-    with a ring of queries.
+    with a ring of queries. `short` works the products of a piece that it takes.
 
     Afterwards every layer's rows hold what the policy kept of the old rows and the new tokens, within the sequence's
     budget, packed to the left (`Arena.finish` makes room for decoding). The sequence's ids are extended. If anything
@@ -74,7 +77,7 @@ def reading(
     needs = policy.needs if evicting else frozenset[str]()
     if observer is not None:
         needs |= observer.needs
-    piece = _piece(decoder, sequence, ids, chunk, attention, needs)
+    piece = _piece(decoder, sequence, ids, chunk, attention, needs, short)
     kv_heads = decoder.config.num_kv_heads
     cascade = policy.cascade(layers, kv_heads, budget, window) if evicting and budget is not None else None
     limit = budget if evicting and not policy.late else None
@@ -84,7 +87,10 @@ def reading(
     for index in range(layers):
         staged = arena.stage(index, piece.tokens, piece.first)
         inputs = _inputs(decoder, index, staged, piece) if cascade is not None or observer is not None else None
-        if index == layers - 1 and not piece.needs & ALL_QUERIES:
+        last = index == layers - 1 and not piece.needs & ALL_QUERIES
+        if piece.short is not None:
+            hidden = yield from _short_layer(decoder, index, hidden, staged, piece, sequence, inputs, last=last)
+        elif last:
             hidden = yield from _last_layer(decoder, index, hidden, staged, piece, sequence, window)
         else:
             yield from _whole_layer(decoder, index, hidden, staged, piece, sequence, inputs)
@@ -136,14 +142,17 @@ def _piece(
     chunk: int,
     attention: Attention,
     needs: frozenset[str] = frozenset(),
+    short: ShortPieces | None = None,
 ) -> Piece:
     assert sequence.rotary is not None, "a sequence gets its rotary frequencies before its first piece"
     tokens, first = ids.shape[0], sequence.total
     cos, sin = sequence.rotary.cos_sin(torch.arange(first, first + tokens, device=ids.device))
     work = None
-    if ids.device.type == "cpu":
+    if short is not None and not (short.takes(tokens, chunk) and needs.isdisjoint(BETWEEN)):
+        short = None
+    if ids.device.type == "cpu" and short is None:
         work = Workspace(decoder.config, min(chunk, tokens), decoder.product_dtype, ids.device)
-    return Piece(ids, tokens, first, cos, sin, chunk, work, attention, needs)
+    return Piece(ids, tokens, first, cos, sin, chunk, work, attention, needs, short)
 
 
 def _whole_layer(
@@ -181,6 +190,40 @@ def _whole_layer(
             inputs.after(before, span)
         span += decoder.mlp(layer, decoder.mlp_norm(layer, span, piece.work), piece.work)
         yield index, end, piece.tokens
+
+
+def _short_layer(
+    decoder: Decoder,
+    index: int,
+    hidden: Tensor,
+    staged: Staged,
+    piece: Piece,
+    sequence: Sequence,
+    inputs: LayerInputs | None,
+    *,
+    last: bool,
+) -> Reading[Tensor]:
+    """`_whole_layer`, or with `last` `_last_layer`, of a piece that `piece.short` takes: one chunk."""
+    assert piece.short is not None
+    sliding = decoder.config.sliding_windows[index]
+    with _new_columns(staged, 0, piece.tokens) as (keys, values):
+        queries = piece.short.before_attention(index, hidden, piece.cos, piece.sin, keys, values)
+    if sequence.ring is not None:
+        sequence.ring.write(index, piece.first, queries)
+    if last:
+        attended = attend_last(piece.attention, queries[:, -1], staged, piece.total, decoder.scale, sliding)[:, None]
+        hidden = hidden[-1:]
+    else:
+        lse = None
+        if inputs is not None and inputs.wants_log_sum_exp and (sliding is None or piece.total <= sliding):
+            lse = torch.empty(queries.shape[:2])
+        about = (staged, 0, piece.tokens, piece.first, decoder.scale, sliding)
+        attended = attend_chunk(piece.attention, queries, *about, lse)
+        if inputs is not None:
+            inputs.queries(queries, piece.cos, piece.sin, 0, lse)
+    piece.short.after_attention(index, attended, hidden)
+    yield index, piece.tokens, piece.tokens
+    return hidden
 
 
 def _last_layer(
@@ -222,14 +265,20 @@ def _write_keys_values(
     sin: Tensor,
     work: Workspace | None,
 ) -> None:
-    count = normed.shape[0]
+    with _new_columns(staged, start, normed.shape[0]) as (keys, values):
+        decoder.keys_values(layer, normed, cos, sin, keys, values, work)
+
+
+@contextmanager
+def _new_columns(staged: Staged, start: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Keys and values `[kv_heads, count, head_dim]` to write those of new tokens to: in place where the heads agree."""
     if staged.agree:
         columns = slice(staged.held[0] + start, staged.held[0] + start + count)
-        decoder.keys_values(layer, normed, cos, sin, staged.keys[:, columns], staged.values[:, columns], work)
+        yield staged.keys[:, columns], staged.values[:, columns]
         return
     kv_heads, _, head_dim = staged.keys.shape
     keys, values = (staged.keys.new_empty(kv_heads, count, head_dim) for _ in range(2))
-    decoder.keys_values(layer, normed, cos, sin, keys, values, work)
+    yield keys, values
     for head, held in enumerate(staged.held):
         columns = slice(held + start, held + start + count)
         staged.keys[head, columns], staged.values[head, columns] = keys[head], values[head]

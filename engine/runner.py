@@ -33,6 +33,7 @@ from .recascade import RecascadingStep
 from .scoring import score_tokens
 from .seat import Seat
 from .sequence import Checkpoint, QueryRing, Sequence
+from .short import ShortPieces, make_short_pieces
 from .stepper import BatchStep, GraphStep, OnWait, Step, make_batch_step, make_graph_step, make_step
 from .tenancy import Tenancy
 from .timing import Timing
@@ -161,6 +162,13 @@ class Runner:
         return make_window_pass(self._threads)
 
     @cached_property
+    def short(self) -> ShortPieces | None:
+        """What works short pieces in compiled code, where decode steps are compiled too."""
+        if self.decoder.device.type != "cpu" or self._wanted_step == "eager":
+            return None
+        return make_short_pieces(self.decoder, self._threads, self.layout.staging_dtype)
+
+    @cached_property
     def step(self) -> Step:
         """What makes the decode steps; looked for when the first one is due."""
         graph = make_graph_step(self.decoder, self.attention, self._wanted_step, self.make_ahead, self.rule)
@@ -283,6 +291,9 @@ class Runner:
 
         Returns the next token's logits fp32 `[vocab]`. Goes on under `torch.inference_mode` only.
         """
+        short = self.short
+        if short is not None and short.at_hand:
+            short.prepare()
         policy = self.policy_of(sequence)
         needs = policy.needs if observer is None else policy.needs | observer.needs
         hidden = yield from prefill.reading(
@@ -297,9 +308,16 @@ class Runner:
             separators=self.separators if "separators" in needs else None,
             window_pass=self.window_pass,
             observer=observer,
+            short=short,
         )
         self.make_room(arena, sequence, new_tokens)
-        return self.decoder.logits(hidden)[0]
+        return (short if short is not None and short.ready else self.decoder).logits(hidden)[0]
+
+    def prepare_step(self, arena: Arena, sequence: Sequence, on_wait: OnWait | None = None) -> None:
+        """Compile what decode steps need, and what reads the next short piece, see `Step.prepare`."""
+        self.step.prepare(arena, sequence, window=self.cache.window, on_wait=on_wait)
+        if self.short is not None:
+            self.short.prepare(on_wait)
 
     def make_room(self, arena: Arena, sequence: Sequence, new_tokens: int) -> None:
         """Room for a reply behind a text that has been read, see `headroom`."""

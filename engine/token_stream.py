@@ -64,7 +64,7 @@ def stream_tokens(
         picker = runner.picker(sequence, generation, limit, stop_ids)
         behind = limit > 1 and runner.step.at_hand  # prepared while the first token is read
         if limit > 1 and not behind:
-            runner.step.prepare(tenancy.arena, sequence, window=window, on_wait=on_wait)
+            runner.prepare_step(tenancy.arena, sequence, on_wait)
             if runner.ahead is not None:
                 _prepare_ahead(runner, sequence, picker)
     for _ in range(limit):
@@ -84,7 +84,7 @@ def stream_tokens(
             behind = False
             with runner.access.alone():
                 tenancy.activate(sequence)
-                runner.step.prepare(tenancy.arena, sequence, window=window)
+                runner.prepare_step(tenancy.arena, sequence)
         started = time.perf_counter()
         with runner.access.alone():
             tenancy.activate(sequence)

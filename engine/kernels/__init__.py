@@ -9,6 +9,7 @@ import importlib
 import logging
 import shutil
 import tempfile
+import threading
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +19,8 @@ from ...errors import BackendError
 from ...models.embedded import cache_home
 
 log = logging.getLogger(__name__)
+
+_loading = threading.Lock()  # numba has one folder to keep kernels in, for all threads
 
 NO_NUMBA = "numba is not installed (pip install 'cake-infer[cpu]')"
 ON_CPU = "the compiled step runs on a CPU"
@@ -33,6 +36,7 @@ SOURCES = (
     "packed_vectors",
     "processor",
     "rows",
+    "short",
     "step",
     "team",
     "tile_rows",
@@ -52,17 +56,23 @@ def load_window() -> ModuleType:
     return _load("window")
 
 
+def load_short() -> ModuleType:
+    """The module with the products of short pieces, likewise."""
+    return _load("short")
+
+
 def _load(name: str) -> ModuleType:
     try:
         import numba
     except ImportError:
         raise BackendError(NO_NUMBA) from None
-    before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(cache_folder())  # read once by each function that is being decorated
-    try:
-        return importlib.import_module(f".{name}", __name__)
-    finally:
-        numba.config.CACHE_DIR = before
+    with _loading:
+        before = numba.config.CACHE_DIR
+        numba.config.CACHE_DIR = str(cache_folder())  # read once by each function that is being decorated
+        try:
+            return importlib.import_module(f".{name}", __name__)
+        finally:
+            numba.config.CACHE_DIR = before
 
 
 def kernel_home() -> Path:

@@ -14,13 +14,25 @@ from numba.extending import overload
 
 from .arithmetic import FASTMATH, LINE, pointer
 from .digits import PLANES, split, stride_of
-from .tiles import ROWS, SUPPORTED, TILE, configure, join_many, join_one, release, split_bf16, spread, tile_products
+from .tiles import (
+    ROWS,
+    SUPPORTED,
+    TILE,
+    configure,
+    join_many,
+    join_one,
+    pair_products,
+    release,
+    split_bf16,
+    spread,
+    tile_products,
+)
 from .vectors import WIDTH
 
 AHEAD = 4096  # bytes of a long row between what is worked on and what is asked for
 NEAR = 1 << 16  # a block of 16 rows up to this size asks for the next one instead
 SUMS = LINE  # where the sums lie in a thread's memory, and the planes of several vectors
-SPREAD = SUMS + PLANES * TILE
+SPREAD = SUMS + 2 * PLANES * TILE
 
 
 def tile_bytes(columns: int, vectors: int) -> int:
@@ -125,22 +137,34 @@ def _write_planes(x: Any, scratch: Any, like: Any) -> Any:
 @njit(error_model="numpy")
 def take_in_tiles(x: Any, scratch: Any, memory: Any, like: Any) -> None:
     """Write the planes of vectors `[n, columns]` into their scratch `[n, bytes]`, several also into the memory."""
-    vectors, rounds, stride = x.shape[0], x.shape[1] * like.itemsize // LINE, stride_of(scratch[0])
+    vectors, rounds = x.shape[0], x.shape[1] * like.itemsize // LINE
     for s in range(vectors):
         write_planes(x[s], scratch[s], like)
     if vectors == 1:
         return
     target = memory.ctypes.data + SPREAD
     for first in range(0, vectors, WIDTH):
-        count, source = min(vectors - first, WIDTH), scratch.ctypes.data + first * scratch.strides[0]
-        units = carray(pointer(target, x), (WIDTH,))
-        for s in range(WIDTH):
-            if s < count:
-                units[s] = carray(pointer(source + s * scratch.strides[0] + unit_at(stride), x), (1,))[0]
-        target += LINE
-        for plane in range(PLANES):
-            spread(source + plane * stride, scratch.strides[0], TILE, count, rounds, target)
-            target += rounds * TILE
+        spread_block(min(vectors - first, WIDTH), scratch[first:], rounds, target, x)
+        target += block_bytes(rounds)
+
+
+@njit(error_model="numpy")
+def block_bytes(rounds: int) -> int:
+    """Bytes of the units and the planes of up to 16 vectors of so many cache lines of weights."""
+    return LINE + PLANES * rounds * TILE
+
+
+@njit(error_model="numpy")
+def spread_block(count: int, scratch: Any, rounds: int, target: int, like: Any) -> None:
+    """Units and planes of up to 16 vectors, from their scratch to an address; `like` is any fp32 array."""
+    stride, source = stride_of(scratch[0]), scratch.ctypes.data
+    units = carray(pointer(target, like), (WIDTH,))
+    for s in range(count):
+        units[s] = carray(pointer(source + s * scratch.strides[0] + unit_at(stride), like), (1,))[0]
+    target += LINE
+    for plane in range(PLANES):
+        spread(source + plane * stride, scratch.strides[0], TILE, count, rounds, target)
+        target += rounds * TILE
 
 
 @njit(error_model="numpy")
@@ -160,19 +184,61 @@ def tile_rows(
     vectors, columns = x.shape
     row_bytes, stride = columns * like.itemsize, stride_of(scratch[0])
     rounds = row_bytes // LINE
-    ahead = ROWS * row_bytes if ROWS * row_bytes <= NEAR else AHEAD
-    sums, planes, spreads = memory.ctypes.data + SUMS, scratch.ctypes.data, memory.ctypes.data + SPREAD
+    sums, planes = memory.ctypes.data + SUMS, scratch.ctypes.data
     target, apart = out.ctypes.data + 4 * at, out.strides[0]
+    if vectors > 1:
+        spreads = memory.ctypes.data + SPREAD
+        tile_blocks(address, scales, begin, end, row_bytes, vectors, spreads, sums, target, apart, like)
+        return
     for block in range(begin, end, ROWS):
         row = min(block, end - ROWS)
-        start, factors = address + row * row_bytes, scales + 4 * row
-        if vectors == 1:
-            tile_products(start, row_bytes, planes, stride, LINE, 4, rounds, sums, ahead, like)
-            join_one(sums, planes + unit_at(stride), factors, target + 4 * row, like)
-        else:
-            taken = spreads
-            for first in range(0, vectors, WIDTH):
-                tile_products(start, row_bytes, taken + LINE, rounds * TILE, TILE, LINE, rounds, sums, ahead, like)
-                place = target + first * apart + 4 * row
-                join_many(sums, taken, factors, vectors - first, place, apart, like)
-                taken += LINE + PLANES * rounds * TILE
+        tile_products(
+            address + row * row_bytes, row_bytes, planes, stride, LINE, 4, rounds, sums, ahead_of(row_bytes), like
+        )
+        join_one(sums, planes + unit_at(stride), scales + 4 * row, target + 4 * row, like)
+
+
+@njit(error_model="numpy")
+def ahead_of(row_bytes: int) -> int:
+    """Bytes between what is worked on and what is asked for, of rows of so many."""
+    return ROWS * row_bytes if ROWS * row_bytes <= NEAR else AHEAD
+
+
+@njit(error_model="numpy")
+def tile_blocks(
+    address: int,
+    scales: int,
+    begin: int,
+    end: int,
+    row_bytes: int,
+    vectors: int,
+    spreads: int,
+    sums: int,
+    target: int,
+    apart: int,
+    like: Any,
+) -> None:
+    """`tile_rows` of vectors that lie as `spread_block` writes them; addresses, of thread's own `sums` too.
+
+    target: of the first vector's product with row 0, the next one's is `apart` bytes further on.
+    """
+    rounds = row_bytes // LINE
+    pairs = (end - begin) // (2 * ROWS)
+    for pair in range(pairs):
+        row = begin + 2 * ROWS * pair
+        start, factors, taken, ahead = address + row * row_bytes, scales + 4 * row, spreads, ahead_of(2 * row_bytes)
+        for first in range(0, vectors, WIDTH):
+            pair_products(start, row_bytes, taken + LINE, rounds * TILE, rounds, sums, ahead, like)
+            place = target + first * apart + 4 * row
+            join_many(sums, taken, factors, vectors - first, place, apart, like)
+            second, place = sums + PLANES * TILE, place + 4 * ROWS
+            join_many(second, taken, factors + 4 * ROWS, vectors - first, place, apart, like)
+            taken += block_bytes(rounds)
+            ahead = 0
+    for block in range(begin + 2 * ROWS * pairs, end, ROWS):
+        row = min(block, end - ROWS)
+        start, factors, taken, ahead = address + row * row_bytes, scales + 4 * row, spreads, ahead_of(row_bytes)
+        for first in range(0, vectors, WIDTH):
+            tile_products(start, row_bytes, taken + LINE, rounds * TILE, TILE, LINE, rounds, sums, ahead, like)
+            join_many(sums, taken, factors, vectors - first, target + first * apart + 4 * row, apart, like)
+            taken += block_bytes(rounds)

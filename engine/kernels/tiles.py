@@ -196,6 +196,60 @@ def tile_products(
 
 
 @intrinsic
+def pair_products(
+    typingctx: Any,
+    weights: Any,
+    row_bytes: Any,
+    planes: Any,
+    plane_step: Any,
+    rounds: Any,
+    sums: Any,
+    ahead: Any,
+    like: Any,
+) -> Any:
+    """Thirty-two rows times up to 16 vectors: `tile_products` of two blocks at once, which load the planes once.
+
+    Asks for lines `ahead` only where that is not 0: whoever has asked for the rows need not ask again. The sums of the
+    second block lie behind those of the first.
+    """
+    name = "tdpbf16ps" if like.dtype == uint16 else "tdpbssd"
+    row_tile, plane_tile = 2 * PLANES, 2 * PLANES + 1
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        make, (base, step, taken, plane_step, count, target, ahead, _) = Tiles(builder), args
+        stride, block = make.constant(LINE), builder.mul(step, make.constant(ROWS))
+        for total in range(2 * PLANES):
+            make.zero(total)
+
+        def work(*, asking: bool) -> None:
+            with cgutils.for_range(builder, count) as loop:
+                line = builder.add(base, builder.mul(loop.index, make.constant(LINE)))
+                blocks = [line, builder.add(line, block)]
+                tile = builder.add(taken, builder.mul(loop.index, make.constant(TILE)))
+                held = None
+                for plane in range(PLANES):
+                    make.read(plane_tile, builder.add(tile, builder.mul(plane_step, make.constant(plane))), stride)
+                    for which in (0, 1) if plane % 2 == 0 else (1, 0):  # the rows in the tile meet the next plane too
+                        if which != held:
+                            make.read(row_tile, blocks[which], step)
+                        held = which
+                        make.multiply(name, which * PLANES + plane, row_tile, plane_tile)
+                    for row in range(2 * ROWS * plane // PLANES, 2 * ROWS * (plane + 1) // PLANES) if asking else ():
+                        make.ask(builder.add(line, ahead), builder.mul(step, make.constant(row)), 2)
+
+        with builder.if_else(builder.icmp_signed("!=", ahead, make.constant(0))) as (first, later):
+            with first:
+                work(asking=True)
+            with later:
+                work(asking=False)
+        for total in range(2 * PLANES):
+            make.write(total, builder.add(target, make.constant(total * TILE)), stride)
+        return context.get_dummy_value()
+
+    return types.void(*(types.int64,) * 7, like), codegen
+
+
+@intrinsic
 def join_one(typingctx: Any, sums: Any, unit: Any, scales: Any, out: Any, like: Any) -> Any:
     """One vector's sums of sixteen rows, its planes joined; of int8 times its unit and the rows' scales; addresses."""
     narrow = like.dtype == int8

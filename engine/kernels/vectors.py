@@ -42,12 +42,15 @@ class Vectors:
             return builder.bitcast(builder.shl(words, ir.Constant(WORDS, [16] * WIDTH)), REALS)
         return builder.sitofp(builder.sext(builder.load(self.at(address, offset, BYTES), align=1), WORDS), REALS)
 
-    def ask(self, address: Any, offset: Any) -> None:
-        """Ask for the cache line at an address, which need not be valid; nothing is waited for."""
+    def ask(self, address: Any, offset: Any, caches: int = 3) -> None:
+        """Ask for the cache line at an address, which need not be valid; nothing is waited for.
+
+        caches: 3 for all of a core's, 2 for all but the first.
+        """
         pointer = BYTE.as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [pointer, WORD, WORD, WORD])
         function = self.builder.module.declare_intrinsic("llvm.prefetch", (pointer,), kind)
-        flags = [ir.Constant(WORD, value) for value in (0, 3, 1)]  # to read, kept in all caches, data
+        flags = [ir.Constant(WORD, value) for value in (0, caches, 1)]  # to read, data
         self.builder.call(function, [self.at(address, offset, BYTE), *flags])
 
     def fused(self, a: Any, b: Any, c: Any) -> Any:

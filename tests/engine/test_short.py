@@ -1,0 +1,356 @@
+"""Short pieces in matrix tiles give what the formulas give, and a text reads the same with and without them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from cake_infer.cache.config import CacheConfig
+from cake_infer.engine import short as short_module
+from cake_infer.engine.batch import Batch
+from cake_infer.engine.generation import GenerationConfig, resolve_generation
+from cake_infer.engine.kernels.processor import has_tiles
+from cake_infer.engine.runner import Runner
+from cake_infer.engine.sequence import Sequence
+from cake_infer.engine.short import ShortPieces, make_short_pieces, most_tokens
+from cake_infer.models.config import read_config
+from cake_infer.models.packed import as_quantised
+from cake_infer.models.rope import Rotary
+from cake_infer.models.weights import load_decoder
+
+pytest.importorskip("numba", reason="compiled code needs the extra cpu")
+pytestmark = pytest.mark.skipif(not has_tiles(), reason="this CPU has no matrix tiles, or Linux keeps them back")
+
+WIDE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+FAMILIES = {
+    "llama with every bias": {"attention_bias": True, "mlp_bias": True},
+    "rows that fill no block": {"head_dim": 20, "num_attention_heads": 16, "vocab_size": 317},
+    "wider than a cache line": {"hidden_size": 192, "intermediate_size": 320},
+    "heads one by one": {"num_key_value_heads": 4},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3"},
+    "gemma": {"model_type": "gemma"},
+    "gelu": {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": "gelu"},
+}
+
+
+@pytest.fixture
+def make_decoder(tmp_path, write_checkpoint):
+    def make(quant="int8", **options):
+        folder = write_checkpoint(
+            tmp_path / f"model{len(list(tmp_path.iterdir()))}", dtype=torch.bfloat16, **WIDE | options
+        )
+        decoder = load_decoder(folder, read_config(folder))
+        return as_quantised(decoder, quant) if quant else decoder
+
+    return make
+
+
+@pytest.fixture
+def make_short(make_decoder):
+    def make(decoder, threads=1, staging=torch.float32):
+        short = make_short_pieces(decoder, threads, staging)
+        assert short is not None
+        short.prepare()
+        return short
+
+    return make
+
+
+def hidden_states(count, width, seed=0):
+    """Numbers of very different sizes."""
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(count, width, generator=random) * torch.randn(count, width, generator=random).mul(2).exp()
+
+
+def angles(decoder, count):
+    return Rotary(decoder.config.rope, 4096).cos_sin(torch.arange(7, 7 + count))
+
+
+class Formula:
+    """A layer in float64."""
+
+    def __init__(self, decoder, index):
+        self.config = decoder.config
+        for name, tensor in decoder.widened(index).named_tensors():
+            setattr(self, name, tensor.double())
+
+    def of(self, name, x):
+        product = x @ getattr(self, f"{name}_proj").T
+        return product + getattr(self, f"{name}_bias", 0.0)
+
+    def norm(self, x, weight):
+        size = x.square().mean(-1, keepdim=True).add(self.config.rms_norm_eps).sqrt()
+        return x / size * (weight + self.config.norm_offset)
+
+    def before(self, hidden, cos, sin):
+        x = self.norm(hidden.double(), self.input_layernorm)
+        found = []
+        for name in "qkv":
+            heads = self.of(name, x).unflatten(-1, (-1, self.config.head_dim)).transpose(0, 1)
+            if name != "v":
+                if self.config.qk_norm:
+                    heads = self.norm(heads, getattr(self, f"{name}_norm"))
+                first, second = heads.chunk(2, -1)
+                heads = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+            found.append(heads)
+        return found
+
+    def after(self, attended, hidden):
+        hidden = hidden.double() + self.of("o", attended.double().transpose(0, 1).flatten(1))
+        x = self.norm(hidden, self.post_attention_layernorm)
+        gate = self.of("gate", x)
+        if self.config.hidden_act == "silu":
+            gate = gate * gate.sigmoid()
+        elif self.config.hidden_act == "gelu":
+            gate = gate * (1 + torch.erf(gate / math.sqrt(2))) / 2
+        else:
+            gate = gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) / 2
+        return hidden + self.of("down", gate * self.of("up", x))
+
+
+def close(found, wanted, tolerance=3e-6):
+    error = (found.double() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    return bool((error < tolerance).all())
+
+
+@pytest.mark.parametrize("quant", ["int8", None])
+@pytest.mark.parametrize("options", FAMILIES.values(), ids=FAMILIES)
+def test_it_is_the_formula(make_decoder, make_short, options, quant):
+    decoder = make_decoder(quant, **options)
+    short, config = make_short(decoder), decoder.config
+    for index, count in ((0, 1), (1, 5), (2, 16), (1, 39)):
+        formula = Formula(decoder, index)
+        hidden, (cos, sin) = hidden_states(count, config.hidden_size), angles(decoder, count)
+        store = torch.full((2, config.num_kv_heads, count + 4, config.head_dim), math.nan)
+        keys, values = store[:, :, 3 : 3 + count]
+        queries = short.before_attention(index, hidden, cos, sin, keys, values)
+        for found, wanted in zip((queries, keys, values), formula.before(hidden, cos, sin), strict=True):
+            assert close(found, wanted)
+        assert store[:, :, :3].isnan().all()
+        assert store[:, :, 3 + count :].isnan().all()
+        attended = hidden_states(config.num_heads * count, config.head_dim, 1).view(config.num_heads, count, -1)
+        wanted = formula.after(attended, hidden)
+        short.after_attention(index, attended, hidden)
+        assert close(hidden, wanted)
+
+
+@pytest.mark.parametrize("quant", ["int8", None])
+def test_the_head_is_that_of_the_decoder(make_decoder, make_short, quant):
+    for options in ({}, {"model_type": "gemma"}, {"vocab_size": 333}):
+        decoder = make_decoder(quant, **options)
+        for count in (1, 17):
+            hidden = hidden_states(count, decoder.config.hidden_size)
+            assert close(make_short(decoder).logits(hidden), decoder.logits(hidden).double())
+
+
+def test_rounded_to_bf16_it_is_the_same(make_decoder, make_short):
+    decoder = make_decoder(attention_bias=True, model_type="qwen3")
+    exact, rounded, config = make_short(decoder), make_short(decoder, staging=torch.bfloat16), decoder.config
+    hidden, (cos, sin) = hidden_states(20, config.hidden_size), angles(decoder, 20)
+    wide = torch.zeros(2, config.num_kv_heads, 20, config.head_dim)
+    narrow = wide.bfloat16()
+    wanted = exact.before_attention(0, hidden, cos, sin, *wide)
+    assert torch.equal(rounded.before_attention(0, hidden, cos, sin, *narrow), wanted.bfloat16())
+    assert torch.equal(narrow, wide.bfloat16())
+    one, other = hidden.clone(), hidden.clone()
+    exact.after_attention(1, wanted.bfloat16().float(), one)
+    rounded.after_attention(1, wanted.bfloat16(), other)
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("quant", ["int8", None])
+def test_neither_threads_nor_other_tokens_change_a_bit(make_decoder, make_short, quant):
+    decoder = make_decoder(quant, attention_bias=True, vocab_size=317)
+    config, results = decoder.config, []
+    hidden, (cos, sin) = hidden_states(37, config.hidden_size), angles(decoder, 37)
+    attended = hidden_states(config.num_heads * 37, config.head_dim, 1).view(config.num_heads, 37, -1)
+
+    def work(short, span):
+        kept = torch.zeros(2, config.num_kv_heads, len(hidden[span]), config.head_dim)
+        queries = short.before_attention(1, hidden[span], cos[span], sin[span], *kept)
+        after = hidden[span].clone()
+        short.after_attention(1, attended[:, span], after)
+        return [queries, *kept, after[None], short.logits(hidden[span])[None]]
+
+    for threads in (1, 2, 3):
+        short = make_short(decoder, threads)
+        short._team = short_module.Team(threads)  # as with that many cores
+        short._threads = threads
+        results.append(work(short, slice(0, 37)))
+    parts = [work(short, span) for span in (slice(0, 1), slice(1, 17), slice(17, 20), slice(20, 37))]
+    results.append([torch.cat(one, dim=1) for one in zip(*parts, strict=True)])
+    for other in results[1:]:
+        for found, wanted in zip(other, results[0], strict=True):
+            assert torch.equal(found, wanted)
+
+
+# -- in a runner ------------------------------------------------------------------------------------------------------
+
+
+def runner_of(decoder, *, step="auto", chunk=64, **options):
+    cache = CacheConfig(**{"budget": 48, "window": 8, **options})
+    runner = Runner(decoder, cache, context=512, chunk=chunk, kv_dtype=torch.float32, step=step)
+    if step != "eager":
+        assert isinstance(runner.short, ShortPieces)
+        runner.short.prepare()
+    return runner
+
+
+def fed(runner, sequence, ids):
+    """The next token's logits, and where the rows' tokens stand."""
+    with runner.access.alone():
+        logits = runner.feed(sequence, ids, runner.prepare(sequence, len(ids), 3, conversation=True))
+    arena = runner.tenancy.arena
+    rows = [arena.row(layer, head)[2].tolist() for layer in range(3) for head in range(arena.length.shape[1])]
+    return logits, [sorted(row) for row in rows]
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How many layers of which lengths are worked in tiles."""
+    seen = []
+    before = ShortPieces.before_attention
+
+    def counting(self, index, hidden, *arguments):
+        seen.append(len(hidden))
+        return before(self, index, hidden, *arguments)
+
+    monkeypatch.setattr(ShortPieces, "before_attention", counting)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"model_type": "mistral", "sliding_window": 20}, {"model_type": "qwen3"}, {"model_type": "gemma"}],
+    ids=["llama", "sliding", "qwen3", "gemma"],
+)
+@pytest.mark.parametrize(
+    "method",
+    [{}, {"policy": "snapkv", "heads": "adaptive"}, {"policy": "h2o"}, {"policy": "full", "budget": 1024}],
+    ids=["cake", "unequal heads", "all queries", "full"],
+)
+def test_turns_read_the_same_with_and_without_it(make_decoder, random_ids, counted, options, method):
+    decoder = make_decoder(**options)
+    fast, slow = runner_of(decoder, **method), runner_of(decoder, step="eager", **method)
+    one, other = Sequence(), Sequence()
+    for turn, count in enumerate((50, 1, 23)):
+        ids = random_ids(count, seed=turn)
+        logits, rows = fed(fast, one, ids)
+        wanted, wanted_rows = fed(slow, other, ids)
+        torch.testing.assert_close(logits, wanted, rtol=0, atol=2e-4)
+        assert rows == wanted_rows
+    assert counted == [50] * 3 + [1] * 3 + [23] * 3
+
+
+@pytest.mark.parametrize("policy", ["lagkv", "lava", "squeeze"])
+def test_what_asks_for_more_of_a_layer_gets_it(make_decoder, random_ids, policy):
+    decoder = make_decoder()
+    fast, slow = (runner_of(decoder, step=step, policy=policy) for step in ("auto", "eager"))
+    ids = random_ids(60)
+    logits, rows = fed(fast, Sequence(), ids)
+    wanted, wanted_rows = fed(slow, Sequence(), ids)
+    torch.testing.assert_close(logits, wanted, rtol=0, atol=2e-4)
+    assert rows == wanted_rows
+
+
+def test_longer_pieces_and_those_of_several_chunks_are_read_by_torch(make_decoder, random_ids, counted):
+    decoder = make_decoder()
+    runner = runner_of(decoder, chunk=1000)
+    most = runner.short.most
+    for count in (most, most + 1):
+        fed(runner, Sequence(), random_ids(count))
+    fed(runner_of(decoder, chunk=16), Sequence(), random_ids(17))
+    assert counted == [most] * 3
+
+
+def test_a_batch_gives_what_each_gets_alone(make_decoder, random_ids, counted):
+    runner = runner_of(make_decoder())
+    config = resolve_generation(GenerationConfig(max_new_tokens=5, temperature=0.0), {})
+    prompts = [random_ids(count, seed=count) for count in (20, 61, 9)]
+    alone = [[token.id for token in runner.generate(Sequence(), ids, config)] for ids in prompts]
+    with Batch(runner, most=3, readers=2) as batch:
+        sequences = [Sequence() for _ in prompts]
+        found = {id(sequence): [] for sequence in sequences}
+        for sequence, ids in zip(sequences, prompts, strict=True):
+            batch.join(sequence, ids, config)
+        while len(batch):
+            for outcome in batch.step():
+                if outcome.token is not None:
+                    found[id(outcome.sequence)].append(outcome.token.id)
+    assert [found[id(sequence)] for sequence in sequences] == alone
+    assert len(counted) == 2 * 3 * len(prompts)
+
+
+# -- where there is none ----------------------------------------------------------------------------------------------
+
+
+def test_a_first_prompt_does_not_wait_for_the_compiler(make_decoder, random_ids, counted, monkeypatch, caplog):
+    runner = Runner(make_decoder(), CacheConfig(budget=48, window=8), context=512, chunk=64)
+    monkeypatch.setattr(short_module, "kernels_cached", lambda kind: False)
+    prepared = []
+    prepare = ShortPieces.prepare
+    monkeypatch.setattr(ShortPieces, "prepare", lambda self, wait=None: (prepared.append(1), prepare(self, wait)))
+    fed(runner, Sequence(), random_ids(20))
+    assert not prepared
+    assert not counted
+    config = resolve_generation(GenerationConfig(max_new_tokens=3, temperature=0.0), {})
+    with caplog.at_level(logging.INFO):
+        list(runner.generate(Sequence(), random_ids(20), config))
+    assert prepared
+    fed(runner, Sequence(), random_ids(20))
+    assert counted == [20] * 3
+
+
+def test_where_kernels_are_kept_the_first_prompt_uses_them(make_decoder, make_short, random_ids, counted):
+    decoder = make_decoder()
+    make_short(decoder)  # compiles them, if nobody has
+    fed(Runner(decoder, CacheConfig(budget=48, window=8), context=512, chunk=64), Sequence(), random_ids(20))
+    assert counted == [20] * 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"hidden_size": 48},
+        {"intermediate_size": 100},
+        {"num_key_value_heads": 1, "head_dim": 8, "num_attention_heads": 8},
+    ],
+)
+def test_matrices_that_tiles_do_not_fit_are_left_to_torch(make_decoder, random_ids, options):
+    decoder = make_decoder(**options)
+    assert most_tokens(decoder.config, torch.int8) == 0
+    assert make_short_pieces(decoder, 1, torch.float32) is None
+    runner = Runner(decoder, CacheConfig(budget=48, window=8), context=512, chunk=64)
+    fed(runner, Sequence(), random_ids(20))
+
+
+@pytest.mark.parametrize("quant", ["int4", "fp32"])
+def test_other_weights_are_left_to_torch(make_decoder, tmp_path, write_checkpoint, quant):
+    if quant == "int4":
+        decoder = make_decoder("int4")
+    else:
+        folder = write_checkpoint(tmp_path / "wide", **WIDE)
+        decoder = load_decoder(folder, read_config(folder))
+    assert make_short_pieces(decoder, 1, torch.float32) is None
+
+
+def test_without_tiles_or_numba_torch_reads(make_decoder, monkeypatch):
+    from cake_infer.engine.kernels import processor
+
+    decoder = make_decoder()
+    with monkeypatch.context() as patch:
+        patch.setattr(processor, "has_tiles", lambda: False)
+        assert make_short_pieces(decoder, 1, torch.float32) is None
+    monkeypatch.setattr(short_module.importlib.util, "find_spec", lambda name: None)
+    assert make_short_pieces(decoder, 1, torch.float32) is None
+
+
+def test_a_wide_model_takes_fewer_tokens(make_decoder):
+    config = make_decoder().config
+    wide = replace(config, intermediate_size=14336)
+    assert 0 < most_tokens(wide, torch.int8) < most_tokens(config, torch.int8)
+    assert most_tokens(wide, torch.int8) % 16 == 0
