@@ -18,6 +18,7 @@ from .generation import GenerationConfig
 from .graph import Ahead
 from .member import Member, Outcome, next_reader
 from .picker import Token
+from .piece_reading import prepare_reply
 from .prefill import OnChunk, Reading
 from .runner import Runner
 from .seat import Seat
@@ -313,6 +314,6 @@ class Batch:
             self._drop(member, keep=member.keep)
             return Outcome(sequence, finished=True)
         if member.limit > 1:
-            self.runner.prepare_step(arena, sequence, self.on_wait)
+            prepare_reply(self.runner, arena, sequence, self.on_wait)
         with self.runner.torch_threads.one():
             return self._pick(member, partial(member.picker.pick, logits))

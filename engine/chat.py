@@ -46,6 +46,8 @@ class Chat:
         self._piece = piece_size(stream_prefill)
         if self._piece is not None:
             check_pieces(engine.runner, ListedPieces([], self._piece), 0)
+        if engine.runner.short is not None:
+            engine.runner.short.load_ahead()
         self.engine = engine
         self._system = check_text(system, "the system text") if system is not None else None
         self._budget = ChatBudget(engine)

@@ -72,6 +72,7 @@ class Engine:
         self.quant, self.defaults, self.random_weights = quant, defaults, random_weights
         self.weights_seed = weights_seed
         self.load_s = 0.0
+        self.one_prompt = False  # set by `before_weights` where no second one will follow
         self._runner: Runner | None = None
 
     # -- loading ------------------------------------------------------------------------------------------------------

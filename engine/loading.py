@@ -183,6 +183,7 @@ def load_engine(
         attention=options.attention,
         tuned=tuned,
         separators=None if tokenizer is None else partial(separator_ids, tokenizer),
+        one_prompt=engine.one_prompt,
     )
     if options.step == "compiled":
         _ = engine._runner.step  # what it cannot run is refused now, not after a long prompt has been read

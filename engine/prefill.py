@@ -22,7 +22,7 @@ from ..cache.view import LayerView, WindowPass
 from ..models.decoder import Decoder, Layer
 from ..models.workspace import Workspace
 from .attention import Attention, Sdpa
-from .inputs import ALL_QUERIES, BETWEEN, LayerInputs
+from .inputs import ALL_QUERIES, LayerInputs
 from .keeping import keep_best
 from .piece import Piece, layer_view
 from .sequence import Sequence
@@ -65,7 +65,7 @@ def reading(
 
     A generator that stops after each (layer, chunk) with what `OnChunk` is told. In between other sequences may be
     decoded, in this arena's store too: the piece touches nothing outside the arena's span. An observer needs a sequence
-    with a ring of queries. `short` works the products of a piece that it takes.
+    with a ring of queries. `short` works the products, of a piece that it takes.
 
     Afterwards every layer's rows hold what the policy kept of the old rows and the new tokens, within the sequence's
     budget, packed to the left (`Arena.finish` makes room for decoding). The sequence's ids are extended. If anything
@@ -148,8 +148,6 @@ def _piece(
     tokens, first = ids.shape[0], sequence.total
     cos, sin = sequence.rotary.cos_sin(torch.arange(first, first + tokens, device=ids.device))
     work = None
-    if short is not None and not (short.takes(tokens, chunk) and needs.isdisjoint(BETWEEN)):
-        short = None
     if ids.device.type == "cpu" and short is None:
         work = Workspace(decoder.config, min(chunk, tokens), decoder.product_dtype, ids.device)
     return Piece(ids, tokens, first, cos, sin, chunk, work, attention, needs, short)

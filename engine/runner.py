@@ -27,6 +27,7 @@ from .generation import GenerationConfig
 from .graph import Ahead
 from .headroom import make_room
 from .picker import Picker, Token
+from .piece_reading import reading_of
 from .pieces import Pieces
 from .piecewise import OnTokens
 from .recascade import RecascadingStep
@@ -63,6 +64,7 @@ class Runner:
         attention: str = "auto",
         tuned: tuple[Tuned, ...] = (),
         separators: Callable[[], frozenset[int]] | None = None,
+        one_prompt: bool = False,
     ) -> None:
         config = decoder.config
         self.decoder, self.cache, self.context, self.chunk, self.valid_ids = decoder, cache, context, chunk, valid_ids
@@ -71,6 +73,7 @@ class Runner:
         # rows of the head below `valid_ids` that no token has: like the padding behind them, never to be chosen
         self.unused = torch.tensor(unused_ids, device=decoder.device) if unused_ids else None
         self._wanted_step, self._threads = step, threads
+        self._one_prompt = one_prompt  # nothing is loaded to read others faster
         self.torch_threads = TorchThreads(decoder.device)
         self.model = policy_model(config, tuned)
         self._policies: dict[int | None, Policy] = {}
@@ -164,7 +167,7 @@ class Runner:
     @cached_property
     def short(self) -> ShortPieces | None:
         """What works short pieces in compiled code, where decode steps are compiled too."""
-        if self.decoder.device.type != "cpu" or self._wanted_step == "eager":
+        if self._one_prompt or self.decoder.device.type != "cpu" or self._wanted_step == "eager":
             return None
         return make_short_pieces(self.decoder, self._threads, self.layout.staging_dtype)
 
@@ -291,33 +294,7 @@ class Runner:
 
         Returns the next token's logits fp32 `[vocab]`. Goes on under `torch.inference_mode` only.
         """
-        short = self.short
-        if short is not None and short.at_hand:
-            short.prepare()
-        policy = self.policy_of(sequence)
-        needs = policy.needs if observer is None else policy.needs | observer.needs
-        hidden = yield from prefill.reading(
-            self.decoder,
-            arena,
-            sequence,
-            torch.tensor(ids, device=self.decoder.device),
-            policy=policy,
-            window=self.cache.window,
-            chunk=self.chunk,
-            attention=self.attention,
-            separators=self.separators if "separators" in needs else None,
-            window_pass=self.window_pass,
-            observer=observer,
-            short=short,
-        )
-        self.make_room(arena, sequence, new_tokens)
-        return (short if short is not None and short.ready else self.decoder).logits(hidden)[0]
-
-    def prepare_step(self, arena: Arena, sequence: Sequence, on_wait: OnWait | None = None) -> None:
-        """Compile what decode steps need, and what reads the next short piece, see `Step.prepare`."""
-        self.step.prepare(arena, sequence, window=self.cache.window, on_wait=on_wait)
-        if self.short is not None:
-            self.short.prepare(on_wait)
+        return reading_of(self, arena, sequence, ids, new_tokens, observer)
 
     def make_room(self, arena: Arena, sequence: Sequence, new_tokens: int) -> None:
         """Room for a reply behind a text that has been read, see `headroom`."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import threading
 from types import ModuleType
 
 import numpy as np
@@ -16,13 +17,14 @@ from torch import Tensor
 from ..errors import BackendError
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder
+from .background import Background
 from .compiling import Compiling
 from .kernels import kernels_cached, load_short
 from .stepper import OnWait
 from .team import Team
 from .weight_tables import WeightTables, in_lines
 
-MOST_TOKENS = {torch.int8: 128, torch.bfloat16: 32}  # of a piece that is read like this, by how weights are stored
+MOST_TOKENS = {torch.int8: 192}  # of a piece that is faster here, by how weights are stored; see bench/NOTES.md
 MOST_BYTES = 1 << 20  # of what a product takes of all tokens: it is read again for every 16 rows of a matrix
 PARTS = ("before_attention", "after_attention", "head")
 ROWS, LINE, PLANES = 16, 64, 3  # of a tile, bytes of one of its rows, and what a number is written as
@@ -46,12 +48,14 @@ class ShortPieces:
         self._kind = f"short-{self._tables.like.dtype.name}-{self._like_staging.dtype.name}"
         self._compiling = Compiling()
         self._module: ModuleType | None = None
+        self._failed = False
+        self._preparing = threading.Lock()
         self._tokens = 0  # that there is work space for
 
     @property
     def at_hand(self) -> bool:
         """Whether the kernels have been compiled on this machine before."""
-        return kernels_cached(self._kind)
+        return not self._failed and kernels_cached(self._kind)
 
     @property
     def ready(self) -> bool:
@@ -63,9 +67,20 @@ class ShortPieces:
         return self.ready and tokens <= min(self.most, chunk)
 
     def prepare(self, on_wait: OnWait | None = None) -> None:
-        """Load the kernels, compiled once for this machine."""
-        if self._module is not None:
-            return
+        """Load the kernels, compiled once for this machine. Where numba cannot be loaded, torch stays in charge."""
+        with self._preparing:
+            if self._module is None and not self._failed:
+                try:
+                    self._module = self._prepared(on_wait)
+                except BackendError:  # of which the decode step warns
+                    self._failed = True
+
+    def load_ahead(self) -> None:
+        """Load kernels that have been compiled before, behind whoever is not reading yet."""
+        if self.at_hand and not self.ready:
+            Background(self.prepare, name="cake-infer-short")
+
+    def _prepared(self, on_wait: OnWait | None) -> ModuleType:
         module = load_short()
         self._make_room(1)
         config = self._decoder.config
@@ -83,7 +98,7 @@ class ShortPieces:
             kind = self._kind if part == PARTS[-1] else f"{self._kind}-{part}"  # it is the last that says it is done
             arguments = calls[part]
             self._compiling.ensure(kind, getattr(module, part), arguments, what=what, seconds=2, on_wait=on_wait)
-        self._module = module
+        return module
 
     def before_attention(
         self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor

@@ -10,6 +10,7 @@ import torch
 
 from .generation import GenerationConfig
 from .picker import Picker, Token
+from .piece_reading import prepare_reply
 from .pieces import Pieces
 from .piecewise import OnTokens, read_pieces
 from .seat import Seat
@@ -64,7 +65,7 @@ def stream_tokens(
         picker = runner.picker(sequence, generation, limit, stop_ids)
         behind = limit > 1 and runner.step.at_hand  # prepared while the first token is read
         if limit > 1 and not behind:
-            runner.prepare_step(tenancy.arena, sequence, on_wait)
+            prepare_reply(runner, tenancy.arena, sequence, on_wait)
             if runner.ahead is not None:
                 _prepare_ahead(runner, sequence, picker)
     for _ in range(limit):
@@ -84,7 +85,7 @@ def stream_tokens(
             behind = False
             with runner.access.alone():
                 tenancy.activate(sequence)
-                runner.prepare_step(tenancy.arena, sequence)
+                prepare_reply(runner, tenancy.arena, sequence)
         started = time.perf_counter()
         with runner.access.alone():
             tenancy.activate(sequence)

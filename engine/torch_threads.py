@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
+from typing import TypeVar
 
 import torch
+
+Stop = TypeVar("Stop")
+Result = TypeVar("Result")
 
 
 class TorchThreads:
@@ -34,3 +38,15 @@ class TorchThreads:
             yield
         finally:
             torch.set_num_threads(self._count)
+
+    def one_between(self, steps: Generator[Stop, None, Result]) -> Generator[Stop, None, Result]:
+        """A generator's work with `one`, where compiled code has threads of its own; whoever it stops for has all."""
+        with closing(steps):
+            while True:
+                with self.one():
+                    try:
+                        stop = next(steps)
+                    except StopIteration as end:
+                        result: Result = end.value
+                        return result
+                yield stop

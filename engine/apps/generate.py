@@ -105,6 +105,7 @@ def run(args: argparse.Namespace, load: Load | None = None) -> int:
         pieces = {} if args.stream_prefill is None else {"stream_prefill": args.stream_prefill}
 
         def before_weights(engine: Engine) -> None:
+            engine.one_prompt = True
             ids.extend(prompt.ids(engine))
             engine.check_room(len(ids), generation, **pieces)
 
@@ -118,7 +119,12 @@ def _stream(
     args: argparse.Namespace, console: Console, load: Load | None, prompt: StreamedPrompt, generation: GenerationConfig
 ) -> int:
     """A text that is read in pieces, as it comes."""
-    with open_engine(args, console, load, lambda engine: prompt.check(engine, generation, console)) as engine:
+
+    def before_weights(engine: Engine) -> None:
+        engine.one_prompt = True
+        prompt.check(engine, generation, console)
+
+    with open_engine(args, console, load, before_weights) as engine:
         reply = Reply(console, show=not args.json)
         reply.take(
             lambda on_progress: engine.stream(
@@ -146,6 +152,7 @@ def _ask(
     asked: list[tuple[Document, list[int]]] = []
 
     def before_weights(engine: Engine) -> None:
+        engine.one_prompt = True
         document = engine.load_document(args.cache)
         # behind a plain text too the question follows after a blank line
         text = f"\n\n{prompt.text}" if isinstance(document.source, str) else prompt.text

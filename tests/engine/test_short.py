@@ -16,6 +16,7 @@ from cake_infer.engine.kernels.processor import has_tiles
 from cake_infer.engine.runner import Runner
 from cake_infer.engine.sequence import Sequence
 from cake_infer.engine.short import ShortPieces, make_short_pieces, most_tokens
+from cake_infer.errors import BackendError
 from cake_infer.models.config import read_config
 from cake_infer.models.packed import as_quantised
 from cake_infer.models.rope import Rotary
@@ -117,10 +118,9 @@ def close(found, wanted, tolerance=3e-6):
     return bool((error < tolerance).all())
 
 
-@pytest.mark.parametrize("quant", ["int8", None])
 @pytest.mark.parametrize("options", FAMILIES.values(), ids=FAMILIES)
-def test_it_is_the_formula(make_decoder, make_short, options, quant):
-    decoder = make_decoder(quant, **options)
+def test_it_is_the_formula(make_decoder, make_short, options):
+    decoder = make_decoder(**options)
     short, config = make_short(decoder), decoder.config
     for index, count in ((0, 1), (1, 5), (2, 16), (1, 39)):
         formula = Formula(decoder, index)
@@ -138,10 +138,9 @@ def test_it_is_the_formula(make_decoder, make_short, options, quant):
         assert close(hidden, wanted)
 
 
-@pytest.mark.parametrize("quant", ["int8", None])
-def test_the_head_is_that_of_the_decoder(make_decoder, make_short, quant):
+def test_the_head_is_that_of_the_decoder(make_decoder, make_short):
     for options in ({}, {"model_type": "gemma"}, {"vocab_size": 333}):
-        decoder = make_decoder(quant, **options)
+        decoder = make_decoder(**options)
         for count in (1, 17):
             hidden = hidden_states(count, decoder.config.hidden_size)
             assert close(make_short(decoder).logits(hidden), decoder.logits(hidden).double())
@@ -162,9 +161,8 @@ def test_rounded_to_bf16_it_is_the_same(make_decoder, make_short):
     assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("quant", ["int8", None])
-def test_neither_threads_nor_other_tokens_change_a_bit(make_decoder, make_short, quant):
-    decoder = make_decoder(quant, attention_bias=True, vocab_size=317)
+def test_neither_threads_nor_other_tokens_change_a_bit(make_decoder, make_short):
+    decoder = make_decoder(attention_bias=True, vocab_size=317)
     config, results = decoder.config, []
     hidden, (cos, sin) = hidden_states(37, config.hidden_size), angles(decoder, 37)
     attended = hidden_states(config.num_heads * 37, config.head_dim, 1).view(config.num_heads, 37, -1)
@@ -305,6 +303,53 @@ def test_a_first_prompt_does_not_wait_for_the_compiler(make_decoder, random_ids,
     assert counted == [20] * 3
 
 
+def test_torch_keeps_to_one_thread_beside_it_and_gets_the_others_back(make_decoder, random_ids, monkeypatch):
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        runner = runner_of(make_decoder())
+        seen = []
+        attend = runner.attention.prefill
+        monkeypatch.setattr(
+            type(runner.attention),
+            "prefill",
+            lambda self, *a, **k: (seen.append(torch.get_num_threads()), attend(*a, **k))[1],
+        )
+        between = []
+        with torch.inference_mode(), runner.access.alone():
+            for count in (20, runner.short.most + 1):
+                sequence = Sequence()
+                limit = runner.prepare(sequence, count, 2)
+                steps = runner.reading(runner.tenancy.arena, sequence, random_ids(count), limit)
+                between += [torch.get_num_threads() for _ in steps]
+        assert set(seen[:2]) == {1}
+        assert set(seen[2:]) == {3}
+        assert set(between) == {3}
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_one_prompt_alone_loads_nothing(make_decoder, random_ids, counted):
+    cache = CacheConfig(budget=48, window=8)
+    runner = Runner(make_decoder(), cache, context=512, chunk=64, one_prompt=True)
+    fed(runner, Sequence(), random_ids(20))
+    assert runner.short is None
+    assert not counted
+
+
+def test_where_numba_cannot_be_loaded_torch_reads(make_decoder, random_ids, counted, monkeypatch):
+    def broken():
+        raise BackendError("no numba")
+
+    monkeypatch.setattr(short_module, "load_short", broken)
+    runner = Runner(make_decoder(), CacheConfig(budget=48, window=8), context=512, chunk=64)
+    runner.short.prepare()
+    assert not runner.short.ready
+    assert not runner.short.at_hand
+    fed(runner, Sequence(), random_ids(20))
+    assert not counted
+
+
 def test_where_kernels_are_kept_the_first_prompt_uses_them(make_decoder, make_short, random_ids, counted):
     decoder = make_decoder()
     make_short(decoder)  # compiles them, if nobody has
@@ -328,10 +373,10 @@ def test_matrices_that_tiles_do_not_fit_are_left_to_torch(make_decoder, random_i
     fed(runner, Sequence(), random_ids(20))
 
 
-@pytest.mark.parametrize("quant", ["int4", "fp32"])
+@pytest.mark.parametrize("quant", ["int4", "bf16", "fp32"])
 def test_other_weights_are_left_to_torch(make_decoder, tmp_path, write_checkpoint, quant):
-    if quant == "int4":
-        decoder = make_decoder("int4")
+    if quant != "fp32":
+        decoder = make_decoder("int4" if quant == "int4" else None)
     else:
         folder = write_checkpoint(tmp_path / "wide", **WIDE)
         decoder = load_decoder(folder, read_config(folder))
