@@ -6,8 +6,7 @@ hidden states are updated in place; no tensor has a row per token and a column p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
@@ -203,25 +202,15 @@ def _short_layer(
 ) -> Reading[Tensor]:
     """`_whole_layer`, or with `last` `_last_layer`, of a piece that `piece.short` takes: one chunk."""
     assert piece.short is not None
-    sliding = decoder.config.sliding_windows[index]
-    with _new_columns(staged, 0, piece.tokens) as (keys, values):
-        queries = piece.short.before_attention(index, hidden, piece.cos, piece.sin, keys, values)
+    queries, lse = piece.short.layer(index, hidden, piece.cos, piece.sin, staged, piece.first, last=last)
     if sequence.ring is not None:
         sequence.ring.write(index, piece.first, queries)
-    if last:
-        attended = attend_last(piece.attention, queries[:, -1], staged, piece.total, decoder.scale, sliding)[:, None]
-        hidden = hidden[-1:]
-    else:
-        lse = None
-        if inputs is not None and inputs.wants_log_sum_exp and (sliding is None or piece.total <= sliding):
-            lse = torch.empty(queries.shape[:2])
-        about = (staged, 0, piece.tokens, piece.first, decoder.scale, sliding)
-        attended = attend_chunk(piece.attention, queries, *about, lse)
-        if inputs is not None:
-            inputs.queries(queries, piece.cos, piece.sin, 0, lse)
-    piece.short.after_attention(index, attended, hidden)
+    if inputs is not None and not last:
+        sliding = decoder.config.sliding_windows[index]
+        seen = sliding is None or piece.total <= sliding
+        inputs.queries(queries, piece.cos, piece.sin, 0, lse if seen and inputs.wants_log_sum_exp else None)
     yield index, piece.tokens, piece.tokens
-    return hidden
+    return hidden[-1:] if last else hidden
 
 
 def _last_layer(
@@ -263,20 +252,14 @@ def _write_keys_values(
     sin: Tensor,
     work: Workspace | None,
 ) -> None:
-    with _new_columns(staged, start, normed.shape[0]) as (keys, values):
-        decoder.keys_values(layer, normed, cos, sin, keys, values, work)
-
-
-@contextmanager
-def _new_columns(staged: Staged, start: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Keys and values `[kv_heads, count, head_dim]` to write those of new tokens to: in place where the heads agree."""
+    count = normed.shape[0]
     if staged.agree:
         columns = slice(staged.held[0] + start, staged.held[0] + start + count)
-        yield staged.keys[:, columns], staged.values[:, columns]
+        decoder.keys_values(layer, normed, cos, sin, staged.keys[:, columns], staged.values[:, columns], work)
         return
     kv_heads, _, head_dim = staged.keys.shape
     keys, values = (staged.keys.new_empty(kv_heads, count, head_dim) for _ in range(2))
-    yield keys, values
+    decoder.keys_values(layer, normed, cos, sin, keys, values, work)
     for head, held in enumerate(staged.held):
         columns = slice(held + start, held + start + count)
         staged.keys[head, columns], staged.values[head, columns] = keys[head], values[head]

@@ -20,7 +20,7 @@ from ..models.decoder import Decoder
 from ..models.rope import Rotary
 from . import precision, prefill
 from .access import Access
-from .attention import choose_attention
+from .attention import Sdpa, choose_attention
 from .attention.choose import Setting
 from .fitting import Fit, fit_piece
 from .generation import GenerationConfig
@@ -167,7 +167,7 @@ class Runner:
     @cached_property
     def short(self) -> ShortPieces | None:
         """What works short pieces in compiled code, where decode steps are compiled too."""
-        if self._one_prompt or self.decoder.device.type != "cpu" or self._wanted_step == "eager":
+        if self._one_prompt or self._wanted_step == "eager" or self.attention.name != Sdpa.name:
             return None
         return make_short_pieces(self.decoder, self._threads, self.layout.staging_dtype)
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..cache.staged import Staged
 from ..errors import BackendError
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder
@@ -26,7 +27,7 @@ from .weight_tables import WeightTables, in_lines
 
 MOST_TOKENS = {torch.int8: 192}  # of a piece that is faster here, by how weights are stored; see bench/NOTES.md
 MOST_BYTES = 1 << 20  # of what a product takes of all tokens: it is read again for every 16 rows of a matrix
-PARTS = ("before_attention", "after_attention", "head")
+PARTS = ("read_layer", "head")
 ROWS, LINE, PLANES = 16, 64, 3  # of a tile, bytes of one of its rows, and what a number is written as
 
 
@@ -50,7 +51,10 @@ class ShortPieces:
         self._module: ModuleType | None = None
         self._failed = False
         self._preparing = threading.Lock()
-        self._tokens = 0  # that there is work space for
+        self._lanes = (0,) * (config.head_dim // ROWS if config.head_dim % ROWS == 0 else 0)
+        self._group = (0,) * (config.num_heads // config.num_kv_heads)
+        self._kind += f"-{len(self._lanes)}-{len(self._group)}"
+        self._room = (0, 0)
 
     @property
     def at_hand(self) -> bool:
@@ -82,15 +86,14 @@ class ShortPieces:
 
     def _prepared(self, on_wait: OnWait | None) -> ModuleType:
         module = load_short()
-        self._make_room(1)
         config = self._decoder.config
-        hidden = torch.zeros(1, config.hidden_size)
-        cos = torch.zeros(1, config.head_dim // 2)
-        kept = torch.zeros(config.num_kv_heads, 1, config.head_dim, dtype=self._staging)
-        queries = torch.zeros(config.num_heads, 1, config.head_dim, dtype=self._staging)
+        hidden, cos = torch.zeros(1, config.hidden_size), torch.zeros(1, config.head_dim // 2)
+        shape = (config.num_kv_heads, 1)
+        kept = torch.zeros(*shape, config.head_dim, dtype=self._staging)
+        held = (0,) * config.num_kv_heads
+        staged = Staged(kept, kept, torch.zeros(shape, dtype=torch.int32), torch.zeros(shape), held, 1)
         calls = {
-            "before_attention": self._before(0, hidden, cos, cos, queries, kept, kept),
-            "after_attention": self._after(0, queries, hidden),
+            "read_layer": self._layer(0, hidden, cos, cos, staged, 0)[0],
             "head": self._head(hidden, torch.zeros(1, 1)),
         }
         what = f"the products of short texts for {self._tables.format} weights"
@@ -100,22 +103,18 @@ class ShortPieces:
             self._compiling.ensure(kind, getattr(module, part), arguments, what=what, seconds=2, on_wait=on_wait)
         return module
 
-    def before_attention(
-        self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor
-    ) -> Tensor:
-        """Rotated queries `[heads, n, head_dim]` of hidden states fp32 `[n, hidden]`.
+    def layer(
+        self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, staged: Staged, first: int, *, last: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """One layer over hidden states fp32 `[n, hidden]`, in place; with `last` only the last token's are changed.
 
-        keys, values: `[kv_heads, n, head_dim]`, strided alike, are written. cos, sin: fp32 `[n, head_dim / 2]`.
+        Writes the keys and values of the new tokens, the first of which is at position `first`. cos, sin: fp32
+        `[n, head_dim / 2]`. Returns rotated queries fp32 `[heads, n, head_dim]`, and the log-sum-exps `[heads, n]` of
+        their attention, with `last` of the last token alone.
         """
-        config = self._decoder.config
-        queries = torch.empty(config.num_heads, hidden.shape[0], config.head_dim, dtype=self._staging)
-        self._run("before_attention", *self._before(index, hidden, cos, sin, queries, keys, values))
-        return queries
-
-    def after_attention(self, index: int, attended: Tensor, hidden: Tensor) -> None:
-        """Add output projection and MLP to hidden states fp32 `[n, hidden]`, of attention `[heads, n, head_dim]`."""
-        attended = attended.contiguous()
-        self._run("after_attention", *self._after(index, attended, hidden))
+        arguments, queries, lse = self._layer(index, hidden, cos, sin, staged, first, last=last)
+        self._run("read_layer", *arguments)
+        return queries, lse
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Decoder.logits`."""
@@ -129,60 +128,53 @@ class ShortPieces:
 
     # -- arguments ----------------------------------------------------------------------------------------------------
 
-    def _before(
-        self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, queries: Tensor, keys: Tensor, values: Tensor
-    ) -> tuple[object, ...]:
-        tables = self._tables
-        self._make_room(hidden.shape[0])
-        assert keys.dtype == values.dtype == self._staging
-        assert keys.stride() == values.stride()
-        assert keys.stride()[1:] == (keys.shape[2], 1)
-        places = [queries.data_ptr(), keys.data_ptr(), values.data_ptr(), keys.stride(0)]
-        return (
+    def _layer(
+        self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, staged: Staged, first: int, *, last: bool = False
+    ) -> tuple[tuple[object, ...], Tensor, Tensor]:
+        tables, config, n = self._tables, self._decoder.config, hidden.shape[0]
+        self._make_room(n, staged.keys.shape[1])
+        assert staged.keys.dtype == self._staging
+        assert staged.keys.is_contiguous()
+        assert staged.values.is_contiguous()
+        queries, lse = torch.empty(config.num_heads, n, config.head_dim), torch.empty(config.num_heads, n)
+        places = [
+            (staged.keys[head].data_ptr(), staged.values[head].data_ptr(), held)
+            for head, held in enumerate(staged.held)
+        ]
+        arguments = (
             self._threads,
             index,
+            1 if last else n,
             tables.shape,
             tables.constants,
             tables.matrices,
             tables.norms,
             tables.head_norms,
             tables.qkv_bias,
+            tables.o_bias,
+            tables.mlp_bias,
+            np.array(places, dtype=np.int64),
+            staged.position.numpy(),
+            config.sliding_windows[index] or 0,
+            first,
             hidden.numpy(),
             cos.numpy(),
             sin.numpy(),
-            np.array(places, dtype=np.int64),
+            queries.numpy(),
+            lse.numpy(),
             *self._space,
-            self._products[: hidden.shape[0]],
+            *(table[:n] for table in self._tokens_space),
+            *self._attention_space,
             self._like_staging,
             tables.like,
+            self._lanes,
+            self._group,
         )
-
-    def _after(self, index: int, attended: Tensor, hidden: Tensor) -> tuple[object, ...]:
-        tables, n = self._tables, hidden.shape[0]
-        self._make_room(n)
-        assert attended.dtype == self._staging
-        return (
-            self._threads,
-            index,
-            tables.shape,
-            tables.constants,
-            tables.matrices,
-            tables.norms,
-            tables.o_bias,
-            tables.mlp_bias,
-            attended.data_ptr(),
-            hidden.numpy(),
-            *self._space,
-            self._products[:n],
-            self._gate[:n],
-            self._up[:n],
-            self._like_staging,
-            tables.like,
-        )
+        return arguments, queries, lse
 
     def _head(self, hidden: Tensor, out: Tensor) -> tuple[object, ...]:
         tables = self._tables
-        self._make_room(hidden.shape[0])
+        self._make_room(hidden.shape[0], 0)
         return (
             self._threads,
             tables.shape,
@@ -195,24 +187,43 @@ class ShortPieces:
             tables.like,
         )
 
-    def _make_room(self, n: int) -> None:
-        """Work space for n tokens."""
-        if n <= self._tokens:
+    def _make_room(self, n: int, columns: int) -> None:
+        """Work space for n tokens, over rows of so many columns with theirs."""
+        if n <= self._room[0] and columns <= self._room[1]:
             return
+        from .kernels.attention import PIECES
         from .kernels.digits import scratch_bytes
         from .kernels.tile_rows import SPREAD
 
         config, threads, item = self._decoder.config, self._threads, self._tables.like.itemsize
-        width = widest_input(config)
+        width, group, dim = widest_input(config), len(self._group), config.head_dim
+        n, columns = max(n, self._room[0]), max(columns, self._room[1])
+        pieces = -(-columns // PIECES[0])
+
+        def floats(*shape: int) -> np.ndarray:
+            return np.zeros(shape, dtype=np.float32)
+
         self._space = (
-            np.zeros((threads, ROWS, width + 64), np.float32),  # apart in memory: no two threads share a cache line
+            floats(threads, ROWS, width + 64),  # apart in memory: no two threads share a cache line
             np.zeros((threads, ROWS, scratch_bytes(width * item)), np.int8),
             in_lines(threads, SPREAD),
             in_lines(plane_bytes(config, n, item)),
         )
-        self._products = np.zeros((n, widest_output(config)), np.float32)
-        self._gate, self._up = (np.zeros((n, config.intermediate_size), np.float32) for _ in range(2))
-        self._tokens = n
+        self._tokens_space = (
+            floats(n, widest_output(config)),
+            floats(n, config.intermediate_size),
+            floats(n, config.intermediate_size),
+            floats(n, config.num_heads * dim),
+        )
+        self._attention_space = (
+            floats(threads, group, dim),
+            floats(threads, group, columns),
+            floats(threads, pieces, group),
+            floats(threads, pieces, group),
+            floats(threads, pieces, group, dim),
+            floats(threads, group, PIECES[-1]),
+        )
+        self._room = (n, columns)
 
 
 def make_short_pieces(decoder: Decoder, threads: int, staging: torch.dtype) -> ShortPieces | None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cake_infer.cache.config import CacheConfig
+from cake_infer.cache.staged import Staged
 from cake_infer.engine import short as short_module
 from cake_infer.engine.batch import Batch
 from cake_infer.engine.generation import GenerationConfig, resolve_generation
@@ -29,6 +30,7 @@ WIDE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 FAMILIES = {
     "llama with every bias": {"attention_bias": True, "mlp_bias": True},
     "rows that fill no block": {"head_dim": 20, "num_attention_heads": 16, "vocab_size": 317},
+    "sliding": {"model_type": "mistral", "sliding_window": 20},
     "wider than a cache line": {"hidden_size": 192, "intermediate_size": 320},
     "heads one by one": {"num_key_value_heads": 4},
     "qwen2": {"model_type": "qwen2"},
@@ -75,7 +77,7 @@ class Formula:
     """A layer in float64."""
 
     def __init__(self, decoder, index):
-        self.config = decoder.config
+        self.config, self.sliding = decoder.config, decoder.config.sliding_windows[index]
         for name, tensor in decoder.widened(index).named_tensors():
             setattr(self, name, tensor.double())
 
@@ -87,7 +89,8 @@ class Formula:
         size = x.square().mean(-1, keepdim=True).add(self.config.rms_norm_eps).sqrt()
         return x / size * (weight + self.config.norm_offset)
 
-    def before(self, hidden, cos, sin):
+    def projected(self, hidden, cos, sin):
+        """Rotated queries, keys, and values."""
         x = self.norm(hidden.double(), self.input_layernorm)
         found = []
         for name in "qkv":
@@ -100,8 +103,20 @@ class Formula:
             found.append(heads)
         return found
 
-    def after(self, attended, hidden):
-        hidden = hidden.double() + self.of("o", attended.double().transpose(0, 1).flatten(1))
+    def attended(self, queries, keys, values, positions, at):
+        """Attention `[heads, n, head_dim]` and log-sum-exp of a token of each of `at` over all that is not later."""
+        outputs, sums = [], []
+        for head, query in enumerate(queries):
+            own = head // (len(queries) // len(keys))
+            where, when = positions[own][None], at[:, None]
+            hidden = (where > when) | (where <= when - (self.sliding or 10**9))
+            logits = (query @ keys[own].T * self.config.head_dim**-0.5).masked_fill(hidden, -math.inf)
+            outputs.append(logits.softmax(-1) @ values[own])
+            sums.append(logits.logsumexp(-1))
+        return torch.stack(outputs), torch.stack(sums)
+
+    def rest(self, attended, hidden):
+        hidden = hidden.double() + self.of("o", attended.transpose(0, 1).flatten(1))
         x = self.norm(hidden, self.post_attention_layernorm)
         gate = self.of("gate", x)
         if self.config.hidden_act == "silu":
@@ -113,29 +128,61 @@ class Formula:
         return hidden + self.of("down", gate * self.of("up", x))
 
 
+class Rows:
+    """A staged layer: random rows of `held` tokens with gaps in front of `new` ones, which are not numbers yet."""
+
+    def __init__(self, config, held, new, dtype=torch.float32):
+        random = torch.Generator().manual_seed(sum(held))
+        self.held, self.total, longest = held, 2 * max(held) + 3, max(held) + new
+        shape = (config.num_kv_heads, longest)
+        keys, values = (torch.full((*shape, config.head_dim), math.nan) for _ in range(2))
+        positions = torch.full(shape, 10**9, dtype=torch.int32)
+        for head, count in enumerate(held):
+            for store in (keys, values):
+                store[head, :count] = torch.randn(count, config.head_dim, generator=random)
+            positions[head, :count] = torch.randperm(self.total, generator=random)[:count]
+            positions[head, count : count + new] = torch.arange(self.total, self.total + new)
+        self.staged = Staged(keys.to(dtype), values.to(dtype), positions, torch.zeros(shape), held, new)
+
+    def new(self, store):
+        return torch.stack([store[head, held : held + self.staged.tokens] for head, held in enumerate(self.held)])
+
+    def whole(self, store, new):
+        return [torch.cat([row[:held].double(), more]) for row, held, more in zip(store, self.held, new, strict=True)]
+
+
 def close(found, wanted, tolerance=3e-6):
     error = (found.double() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
     return bool((error < tolerance).all())
 
 
+HELD = {"nothing": (0, 0), "rows": (70, 70), "unequal rows": (300, 41), "long rows": (1100, 1100)}
+
+
+@pytest.mark.parametrize("held", HELD.values(), ids=HELD)
 @pytest.mark.parametrize("options", FAMILIES.values(), ids=FAMILIES)
-def test_it_is_the_formula(make_decoder, make_short, options):
+def test_it_is_the_formula(make_decoder, make_short, options, held):
     decoder = make_decoder(**options)
     short, config = make_short(decoder), decoder.config
-    for index, count in ((0, 1), (1, 5), (2, 16), (1, 39)):
-        formula = Formula(decoder, index)
-        hidden, (cos, sin) = hidden_states(count, config.hidden_size), angles(decoder, count)
-        store = torch.full((2, config.num_kv_heads, count + 4, config.head_dim), math.nan)
-        keys, values = store[:, :, 3 : 3 + count]
-        queries = short.before_attention(index, hidden, cos, sin, keys, values)
-        for found, wanted in zip((queries, keys, values), formula.before(hidden, cos, sin), strict=True):
-            assert close(found, wanted)
-        assert store[:, :, :3].isnan().all()
-        assert store[:, :, 3 + count :].isnan().all()
-        attended = hidden_states(config.num_heads * count, config.head_dim, 1).view(config.num_heads, count, -1)
-        wanted = formula.after(attended, hidden)
-        short.after_attention(index, attended, hidden)
-        assert close(hidden, wanted)
+    held = held * (config.num_kv_heads // 2)
+    for index, count, last in ((0, 1, False), (1, 5, True), (2, 16, False), (1, 39, False), (2, 33, True)):
+        formula, rows = Formula(decoder, index), Rows(config, held, count)
+        hidden, at = hidden_states(count, config.hidden_size), torch.arange(rows.total, rows.total + count)
+        cos, sin = Rotary(config.rope, 4096).cos_sin(at)
+        queries, new_keys, new_values = formula.projected(hidden, cos, sin)
+        staged = rows.staged
+        keys, values = rows.whole(staged.keys, new_keys), rows.whole(staged.values, new_values)
+        positions = rows.whole(staged.position, at.double().repeat(config.num_kv_heads, 1))
+        attended, sums = formula.attended(queries, keys, values, positions, at)
+        wanted = formula.rest(attended, hidden)
+        before, span = hidden.clone(), slice(-1, None) if last else slice(None)
+        found, lse = short.layer(index, hidden, cos, sin, staged, rows.total, last=last)
+        assert close(found, queries)
+        assert close(rows.new(staged.keys), new_keys)
+        assert close(rows.new(staged.values), new_values)
+        assert close(lse[:, span, None].exp(), sums[:, span, None].exp(), 2e-5)
+        assert close(hidden[span], wanted[span])
+        assert torch.equal(hidden[:-1], before[:-1]) or not last
 
 
 def test_the_head_is_that_of_the_decoder(make_decoder, make_short):
@@ -146,44 +193,46 @@ def test_the_head_is_that_of_the_decoder(make_decoder, make_short):
             assert close(make_short(decoder).logits(hidden), decoder.logits(hidden).double())
 
 
-def test_rounded_to_bf16_it_is_the_same(make_decoder, make_short):
+def test_in_bf16_keys_and_values_are_rounded_once_and_nothing_else(make_decoder, make_short):
     decoder = make_decoder(attention_bias=True, model_type="qwen3")
-    exact, rounded, config = make_short(decoder), make_short(decoder, staging=torch.bfloat16), decoder.config
+    config = decoder.config
+    exact, rounded = make_short(decoder), make_short(decoder, staging=torch.bfloat16)
     hidden, (cos, sin) = hidden_states(20, config.hidden_size), angles(decoder, 20)
-    wide = torch.zeros(2, config.num_kv_heads, 20, config.head_dim)
-    narrow = wide.bfloat16()
-    wanted = exact.before_attention(0, hidden, cos, sin, *wide)
-    assert torch.equal(rounded.before_attention(0, hidden, cos, sin, *narrow), wanted.bfloat16())
-    assert torch.equal(narrow, wide.bfloat16())
+    wide, narrow = (Rows(config, (9, 9), 20, dtype) for dtype in (torch.float32, torch.bfloat16))
     one, other = hidden.clone(), hidden.clone()
-    exact.after_attention(1, wanted.bfloat16().float(), one)
-    rounded.after_attention(1, wanted.bfloat16(), other)
-    assert torch.equal(one, other)
+    queries, _ = exact.layer(0, one, cos, sin, wide.staged, 7)
+    assert torch.equal(rounded.layer(0, other, cos, sin, narrow.staged, 7)[0], queries)
+    for store in ("keys", "values"):
+        found, wanted = (rows.new(getattr(rows.staged, store)) for rows in (narrow, wide))
+        assert torch.equal(found, wanted.bfloat16())
+    assert close(other, one.double(), 0.02)
+    assert not torch.equal(one, other)
 
 
 def test_neither_threads_nor_other_tokens_change_a_bit(make_decoder, make_short):
     decoder = make_decoder(attention_bias=True, vocab_size=317)
-    config, results = decoder.config, []
+    config = decoder.config
     hidden, (cos, sin) = hidden_states(37, config.hidden_size), angles(decoder, 37)
-    attended = hidden_states(config.num_heads * 37, config.head_dim, 1).view(config.num_heads, 37, -1)
-
-    def work(short, span):
-        kept = torch.zeros(2, config.num_kv_heads, len(hidden[span]), config.head_dim)
-        queries = short.before_attention(1, hidden[span], cos[span], sin[span], *kept)
-        after = hidden[span].clone()
-        short.after_attention(1, attended[:, span], after)
-        return [queries, *kept, after[None], short.logits(hidden[span])[None]]
-
+    wanted = None
     for threads in (1, 2, 3):
         short = make_short(decoder, threads)
-        short._team = short_module.Team(threads)  # as with that many cores
-        short._threads = threads
-        results.append(work(short, slice(0, 37)))
-    parts = [work(short, span) for span in (slice(0, 1), slice(1, 17), slice(17, 20), slice(20, 37))]
-    results.append([torch.cat(one, dim=1) for one in zip(*parts, strict=True)])
-    for other in results[1:]:
-        for found, wanted in zip(other, results[0], strict=True):
-            assert torch.equal(found, wanted)
+        short._team, short._threads = short_module.Team(threads), threads  # as with that many cores
+        rows, after = Rows(config, (90, 33), 37), hidden.clone()
+        queries, lse = short.layer(1, after, cos, sin, rows.staged, rows.total)
+        found = [queries, lse, rows.staged.keys, rows.staged.values, after, short.logits(after)]
+        wanted = wanted or found
+        for one, other in zip(found, wanted, strict=True):
+            assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+        for start, end in ((0, 1), (1, 17), (17, 37)):  # in parts, behind what is there already
+            held = tuple(count + start for count in (90, 33))
+            staged = replace(rows.staged, held=held, tokens=end - start)
+            part = hidden[start:end].clone()
+            queries, lse = short.layer(1, part, cos[start:end], sin[start:end], staged, rows.total + start)
+            logits = short.logits(part)
+            for one, other, dim in zip(
+                (queries, lse, part, logits), (*wanted[:2], *wanted[4:]), (1, 1, 0, 0), strict=True
+            ):
+                assert torch.equal(one, other.narrow(dim, start, end - start))
 
 
 # -- in a runner ------------------------------------------------------------------------------------------------------
@@ -211,13 +260,13 @@ def fed(runner, sequence, ids):
 def counted(monkeypatch):
     """How many layers of which lengths are worked in tiles."""
     seen = []
-    before = ShortPieces.before_attention
+    layer = ShortPieces.layer
 
-    def counting(self, index, hidden, *arguments):
+    def counting(self, index, hidden, *arguments, **options):
         seen.append(len(hidden))
-        return before(self, index, hidden, *arguments)
+        return layer(self, index, hidden, *arguments, **options)
 
-    monkeypatch.setattr(ShortPieces, "before_attention", counting)
+    monkeypatch.setattr(ShortPieces, "layer", counting)
     return seen
 
 
@@ -309,12 +358,13 @@ def test_torch_keeps_to_one_thread_beside_it_and_gets_the_others_back(make_decod
         torch.set_num_threads(3)
         runner = runner_of(make_decoder())
         seen = []
-        attend = runner.attention.prefill
-        monkeypatch.setattr(
-            type(runner.attention),
-            "prefill",
-            lambda self, *a, **k: (seen.append(torch.get_num_threads()), attend(*a, **k))[1],
-        )
+        stage = type(runner.tenancy.arena).stage
+
+        def watched(self, *arguments):
+            seen.append(torch.get_num_threads())
+            return stage(self, *arguments)
+
+        monkeypatch.setattr(type(runner.tenancy.arena), "stage", watched)
         between = []
         with torch.inference_mode(), runner.access.alone():
             for count in (20, runner.short.most + 1):
@@ -322,8 +372,7 @@ def test_torch_keeps_to_one_thread_beside_it_and_gets_the_others_back(make_decod
                 limit = runner.prepare(sequence, count, 2)
                 steps = runner.reading(runner.tenancy.arena, sequence, random_ids(count), limit)
                 between += [torch.get_num_threads() for _ in steps]
-        assert set(seen[:2]) == {1}
-        assert set(seen[2:]) == {3}
+        assert seen == [1] * 3 + [3] * 3
         assert set(between) == {3}
     finally:
         torch.set_num_threads(threads)
