@@ -201,14 +201,21 @@ def _short_layer(
     last: bool,
 ) -> Reading[Tensor]:
     """`_whole_layer`, or with `last` `_last_layer`, of a piece that `piece.short` takes: one chunk."""
-    assert piece.short is not None
-    queries, lse = piece.short.layer(index, hidden, piece.cos, piece.sin, staged, piece.first, last=last)
+    short, tokens, sliding = piece.short, piece.tokens, decoder.config.sliding_windows[index]
+    assert short is not None
+    read = (index, hidden, piece.cos, piece.sin, staged, piece.first)
+    wants = inputs is not None and inputs.wants_log_sum_exp and (sliding is None or piece.total <= sliding)
+    if last or short.attends(tokens, staged.keys.shape[1]):
+        queries, lse = short.layer(*read, last=last)
+    else:
+        queries = short.before_attention(*read)
+        lse = torch.empty(queries.shape[:2])
+        about = (staged, 0, tokens, piece.first, decoder.scale, sliding, lse if wants else None)
+        short.after_attention(index, attend_chunk(piece.attention, queries, *about), hidden, staged)
     if sequence.ring is not None:
         sequence.ring.write(index, piece.first, queries)
     if inputs is not None and not last:
-        sliding = decoder.config.sliding_windows[index]
-        seen = sliding is None or piece.total <= sliding
-        inputs.queries(queries, piece.cos, piece.sin, 0, lse if seen and inputs.wants_log_sum_exp else None)
+        inputs.queries(queries, piece.cos, piece.sin, 0, lse if wants else None)
     yield index, piece.tokens, piece.tokens
     return hidden[-1:] if last else hidden
 

@@ -27,6 +27,8 @@ from .weight_tables import WeightTables, in_lines
 
 MOST_TOKENS = {torch.int8: 192}  # of a piece that is faster here, by how weights are stored; see bench/NOTES.md
 MOST_BYTES = 1 << 20  # of what a product takes of all tokens: it is read again for every 16 rows of a matrix
+MOST_PRODUCTS = 30_000  # of a query and a key, per head, that attention of a token at a time is faster for
+ALL, BEFORE, AFTER = range(3)  # see kernels/short.py
 PARTS = ("read_layer", "head")
 ROWS, LINE, PLANES = 16, 64, 3  # of a tile, bytes of one of its rows, and what a number is written as
 
@@ -65,6 +67,10 @@ class ShortPieces:
     def ready(self) -> bool:
         """Whether the kernels can be called at once."""
         return self._module is not None
+
+    def attends(self, tokens: int, columns: int) -> bool:
+        """Whether attention of so many tokens over so many columns, with theirs, is faster in `layer` than in torch."""
+        return tokens * (columns - tokens // 2) <= MOST_PRODUCTS
 
     def takes(self, tokens: int, chunk: int) -> bool:
         """Whether a piece of so many tokens, read in chunks of so many, is worked here."""
@@ -116,6 +122,22 @@ class ShortPieces:
         self._run("read_layer", *arguments)
         return queries, lse
 
+    def before_attention(
+        self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, staged: Staged, first: int
+    ) -> Tensor:
+        """`layer` as far as attention: writes keys and values, and returns queries as they are staged."""
+        arguments, queries, _ = self._layer(index, hidden, cos, sin, staged, first, BEFORE)
+        self._run("read_layer", *arguments)
+        return queries.to(self._staging)
+
+    def after_attention(self, index: int, attended: Tensor, hidden: Tensor, staged: Staged) -> None:
+        """The rest of `layer`, of attention's results `[heads, n, head_dim]`."""
+        heads, n, head_dim = attended.shape
+        angles = torch.empty(n, head_dim // 2)
+        arguments, _, _ = self._layer(index, hidden, angles, angles, staged, 0, AFTER)
+        torch.from_numpy(self._tokens_space[-1][:n]).view(n, heads, head_dim).copy_(attended.transpose(0, 1))
+        self._run("read_layer", *arguments)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Decoder.logits`."""
         out = torch.empty(hidden.shape[0], self._decoder.config.vocab_size)
@@ -129,7 +151,16 @@ class ShortPieces:
     # -- arguments ----------------------------------------------------------------------------------------------------
 
     def _layer(
-        self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, staged: Staged, first: int, *, last: bool = False
+        self,
+        index: int,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        staged: Staged,
+        first: int,
+        part: int = ALL,
+        *,
+        last: bool = False,
     ) -> tuple[tuple[object, ...], Tensor, Tensor]:
         tables, config, n = self._tables, self._decoder.config, hidden.shape[0]
         self._make_room(n, staged.keys.shape[1])
@@ -144,6 +175,7 @@ class ShortPieces:
         arguments = (
             self._threads,
             index,
+            part,
             1 if last else n,
             tables.shape,
             tables.constants,

@@ -3,7 +3,7 @@
 Weights are read where they lie, once for all tokens, which are worked in blocks of 16: a block is normed and split by
 one thread, for all to read, and then every thread has rows of its own of each matrix. Sums of int8 weights are exact,
 and a token's results do not depend on how many tokens or threads there are, bit for bit. Attention is that of a decode
-step, for one token and KV head after another.
+step, for one token and KV head after another; where that is much, another one's.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from .step import DOWN, GATE, OUT, UP, K, Q, V, add_bias, normed_into
 from .team import meet
 from .tile_rows import SUMS, begin_tiles, block_bytes, end_tiles, spread_block, tile_blocks, write_planes
 from .vectors import WIDTH
+
+ALL, BEFORE, AFTER = range(3)
 
 
 @njit(error_model="numpy")
@@ -106,6 +108,7 @@ def read_layer(
     counter: Any,  # int64 [2], zeros at the start: see kernels/team.py
     threads: int,
     layer: int,
+    part: int,  # of the layer: ALL, or what is BEFORE or AFTER an attention that somebody else works
     last: int,  # tokens whose hidden states are wanted: the last so many
     shape: Any,  # these as in kernels/step.py
     constants: Any,
@@ -131,7 +134,7 @@ def read_layer(
     products: Any,  # fp32 [n, at least hidden, and queries, keys and values together]
     gate: Any,  # fp32 [n, intermediate]
     up: Any,
-    attended: Any,  # fp32 [n, heads * head_dim]
+    attended: Any,  # fp32 [n, heads * head_dim], given with AFTER
     turned: Any,  # fp32 [threads, group, head_dim]
     logits: Any,  # fp32 [threads, group, columns] and the rest of a thread's space for attention
     top: Any,  # fp32 [threads, pieces, group]
@@ -148,58 +151,71 @@ def read_layer(
     n, width = hidden.shape
     group, q_rows, kv_rows, eps = heads // kv_heads, heads * dim, kv_heads * dim, constants[0]
     mine, own, digits = rows[thread], memory[thread], scratch[thread]
+    met = 0
     begin_tiles(own, WIDTH, like_weight)
-    take_normed(thread, threads, hidden, norms[layer, 0], eps, mine, digits, planes, like_weight)
-    meet(counter, 1, threads)
-    at = 0
-    for which in (Q, K, V):
-        count = q_rows if which == Q else kv_rows
-        begin, end = share(count, thread, threads)
-        times(matrices[layer, which], begin, end, width, planes, own, products, at, like_weight)
-        add_bias(products, qkv_bias[layer, at:], begin, end, at)
-        at += count
-    meet(counter, 2, threads)
-    for s in range(thread, n, threads):
-        for head in range(heads):
-            query = products[s, head * dim : (head + 1) * dim]
-            rotated_into(query, head_norms[layer, 0], eps, cos[s], sin[s], np.float32(1.0), queries[head, s])
-        for head in range(kv_heads):
-            at = (places[head, 2] + s) * dim * like_staging.itemsize
-            key = carray(pointer(places[head, 0] + at, like_staging), (dim,))
-            value = carray(pointer(places[head, 1] + at, like_staging), (dim,))
-            start = q_rows + head * dim
-            new_key, new_value = products[s, start : start + dim], products[s, start + kv_rows : start + kv_rows + dim]
-            write_newcomer(new_key, new_value, head_norms[layer, 1], eps, cos[s], sin[s], key, value)
-    meet(counter, 3, threads)
-    space = logits[thread], top[thread], total[thread], parts[thread], weights[thread]
-    tasks = kv_heads * last
-    for task in range(tasks * thread // threads, tasks * (thread + 1) // threads):
-        head, s = task // last, n - last + task % last
-        held = places[head, 2]
-        keys = carray(pointer(places[head, 0], like_staging), (held + n, dim))
-        values = carray(pointer(places[head, 1], like_staging), (held + n, dim))
-        for g in range(group):
-            for d in range(dim):
-                turned[thread, g, d] = queries[head * group + g, s, d] * constants[1]
-        oldest = first + s - sliding if sliding else -1
-        out, mass = (
-            attended[s, head * group * dim : (head + 1) * group * dim],
-            lse[head * group : (head + 1) * group, s],
-        )
-        where = position[head]
-        attend_token(turned[thread], keys, values, where, held + s + 1, oldest, space, out, mass, lanes, group_like)
-    meet(counter, 4, threads)
+    if part != AFTER:
+        take_normed(thread, threads, hidden, norms[layer, 0], eps, mine, digits, planes, like_weight)
+        met += 1
+        meet(counter, met, threads)
+        at = 0
+        for which in (Q, K, V):
+            count = q_rows if which == Q else kv_rows
+            begin, end = share(count, thread, threads)
+            times(matrices[layer, which], begin, end, width, planes, own, products, at, like_weight)
+            add_bias(products, qkv_bias[layer, at:], begin, end, at)
+            at += count
+        met += 1
+        meet(counter, met, threads)
+        for s in range(thread, n, threads):
+            for head in range(heads):
+                query = products[s, head * dim : (head + 1) * dim]
+                rotated_into(query, head_norms[layer, 0], eps, cos[s], sin[s], np.float32(1.0), queries[head, s])
+            for head in range(kv_heads):
+                at = (places[head, 2] + s) * dim * like_staging.itemsize
+                key = carray(pointer(places[head, 0] + at, like_staging), (dim,))
+                value = carray(pointer(places[head, 1] + at, like_staging), (dim,))
+                start = q_rows + head * dim
+                found = products[s, start : start + dim], products[s, start + kv_rows : start + kv_rows + dim]
+                write_newcomer(found[0], found[1], head_norms[layer, 1], eps, cos[s], sin[s], key, value)
+    if part == BEFORE:
+        end_tiles(like_weight)
+        return
+    if part == ALL:
+        met += 1
+        meet(counter, met, threads)
+        space = logits[thread], top[thread], total[thread], parts[thread], weights[thread]
+        tasks = kv_heads * last
+        for task in range(tasks * thread // threads, tasks * (thread + 1) // threads):
+            head, s = task // last, n - last + task % last
+            held = places[head, 2]
+            keys = carray(pointer(places[head, 0], like_staging), (held + n, dim))
+            values = carray(pointer(places[head, 1], like_staging), (held + n, dim))
+            for g in range(group):
+                for d in range(dim):
+                    turned[thread, g, d] = queries[head * group + g, s, d] * constants[1]
+            oldest = first + s - sliding if sliding else -1
+            out = attended[s, head * group * dim : (head + 1) * group * dim]
+            mass = lse[head * group : (head + 1) * group, s]
+            seen = held + s + 1
+            attend_token(
+                turned[thread], keys, values, position[head], seen, oldest, space, out, mass, lanes, group_like
+            )
+        met += 1
+        meet(counter, met, threads)
     hidden, attended, products = hidden[n - last :], attended[n - last :], products[n - last :]
     gate, up = gate[n - last :], up[n - last :]
     take_blocks(thread, threads, attended, q_rows, digits, planes, like_weight)
-    meet(counter, 5, threads)
+    met += 1
+    meet(counter, met, threads)
     begin, end = share(width, thread, threads)
     times(matrices[layer, OUT], begin, end, q_rows, planes, own, products, 0, like_weight)
     add_bias(products, o_bias[layer], begin, end, 0)
     add_update(hidden, products, begin, end)
-    meet(counter, 6, threads)
+    met += 1
+    meet(counter, met, threads)
     take_normed(thread, threads, hidden, norms[layer, 1], eps, mine, digits, planes, like_weight)
-    meet(counter, 7, threads)
+    met += 1
+    meet(counter, met, threads)
     begin, end = share(intermediate, thread, threads)
     times(matrices[layer, GATE], begin, end, width, planes, own, gate, 0, like_weight)
     times(matrices[layer, UP], begin, end, width, planes, own, up, 0, like_weight)
@@ -207,9 +223,11 @@ def read_layer(
     add_bias(up, mlp_bias[layer, intermediate:], begin, end, 0)
     for s in range(last):
         activate_and_gate(gate[s, begin:end], up[s, begin:end], kind)
-    meet(counter, 8, threads)
+    met += 1
+    meet(counter, met, threads)
     take_blocks(thread, threads, gate, intermediate, digits, planes, like_weight)
-    meet(counter, 9, threads)
+    met += 1
+    meet(counter, met, threads)
     begin, end = share(width, thread, threads)
     times(matrices[layer, DOWN], begin, end, intermediate, planes, own, products, 0, like_weight)
     add_bias(products, mlp_bias[layer, 2 * intermediate :], begin, end, 0)

@@ -183,6 +183,14 @@ def test_it_is_the_formula(make_decoder, make_short, options, held):
         assert close(lse[:, span, None].exp(), sums[:, span, None].exp(), 2e-5)
         assert close(hidden[span], wanted[span])
         assert torch.equal(hidden[:-1], before[:-1]) or not last
+        if last:
+            continue
+        other, again = Rows(config, held, count).staged, before.clone()  # with an attention from elsewhere
+        assert torch.equal(short.before_attention(index, again, cos, sin, other, rows.total), found)
+        for store in ("keys", "values"):
+            assert torch.equal(getattr(other, store).nan_to_num(7), getattr(staged, store).nan_to_num(7))
+        short.after_attention(index, attended.float(), again, other)
+        assert close(again, wanted)
 
 
 def test_the_head_is_that_of_the_decoder(make_decoder, make_short):
@@ -260,13 +268,14 @@ def fed(runner, sequence, ids):
 def counted(monkeypatch):
     """How many layers of which lengths are worked in tiles."""
     seen = []
-    layer = ShortPieces.layer
+    layer = ShortPieces._layer
 
     def counting(self, index, hidden, *arguments, **options):
-        seen.append(len(hidden))
+        if ShortPieces.ready.fget(self) and short_module.AFTER not in arguments[4:]:
+            seen.append(len(hidden))
         return layer(self, index, hidden, *arguments, **options)
 
-    monkeypatch.setattr(ShortPieces, "layer", counting)
+    monkeypatch.setattr(ShortPieces, "_layer", counting)
     return seen
 
 
@@ -275,12 +284,16 @@ def counted(monkeypatch):
     [{}, {"model_type": "mistral", "sliding_window": 20}, {"model_type": "qwen3"}, {"model_type": "gemma"}],
     ids=["llama", "sliding", "qwen3", "gemma"],
 )
+@pytest.mark.parametrize("products", [30_000, 0], ids=["", "torch attends"])
 @pytest.mark.parametrize(
     "method",
     [{}, {"policy": "snapkv", "heads": "adaptive"}, {"policy": "h2o"}, {"policy": "full", "budget": 1024}],
     ids=["cake", "unequal heads", "all queries", "full"],
 )
-def test_turns_read_the_same_with_and_without_it(make_decoder, random_ids, counted, options, method):
+def test_turns_read_the_same_with_and_without_it(
+    make_decoder, random_ids, counted, options, method, products, monkeypatch
+):
+    monkeypatch.setattr(short_module, "MOST_PRODUCTS", products)
     decoder = make_decoder(**options)
     fast, slow = runner_of(decoder, **method), runner_of(decoder, step="eager", **method)
     one, other = Sequence(), Sequence()
