@@ -28,6 +28,7 @@ from .weight_tables import WeightTables, in_lines
 MOST_TOKENS = {torch.int8: 192}  # of a piece that is faster here, by how weights are stored; see bench/NOTES.md
 MOST_BYTES = 1 << 20  # of what a product takes of all tokens: it is read again for every 16 rows of a matrix
 MOST_PRODUCTS = 30_000  # of a query and a key, per head, that attention of a token at a time is faster for
+FEW_TOKENS = 32  # that one thread of two works as fast alone
 ALL, BEFORE, AFTER = range(3)  # see kernels/short.py
 PARTS = ("read_layer", "head")
 ROWS, LINE, PLANES = 16, 64, 3  # of a tile, bytes of one of its rows, and what a number is written as
@@ -44,7 +45,7 @@ class ShortPieces:
         config = decoder.config
         self.most, self._decoder = most_tokens(config, decoder.dtype), decoder
         self._threads = max(1, min(threads, os.cpu_count() or 1))
-        self._team = Team(self._threads)
+        self._team, self._alone = Team(self._threads), Team(1)
         self._tables = WeightTables(decoder)
         self._staging = staging
         self._like_staging = np.zeros(0, np.float32 if staging == torch.float32 else np.uint16)
@@ -144,9 +145,10 @@ class ShortPieces:
         self._run("head", *self._head(hidden, out))
         return out
 
-    def _run(self, part: str, *arguments: object) -> None:
+    def _run(self, part: str, threads: object, *arguments: object) -> None:
         assert self._module is not None, "prepare loads the kernels"
-        self._team.run(getattr(self._module, part), *arguments)
+        team = self._alone if threads == 1 else self._team
+        team.run(getattr(self._module, part), threads, *arguments)
 
     # -- arguments ----------------------------------------------------------------------------------------------------
 
@@ -173,7 +175,7 @@ class ShortPieces:
             for head, held in enumerate(staged.held)
         ]
         arguments = (
-            self._threads,
+            1 if self._threads == 2 and n <= FEW_TOKENS else self._threads,
             index,
             part,
             1 if last else n,

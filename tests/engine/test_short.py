@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from dataclasses import replace
 
 import pytest
 import torch
+from cake_infer import Engine
 from cake_infer.cache.config import CacheConfig
 from cake_infer.cache.staged import Staged
 from cake_infer.engine import short as short_module
@@ -461,3 +463,21 @@ def test_a_wide_model_takes_fewer_tokens(make_decoder):
     wide = replace(config, intermediate_size=14336)
     assert 0 < most_tokens(wide, torch.int8) < most_tokens(config, torch.int8)
     assert most_tokens(wide, torch.int8) % 16 == 0
+
+
+def test_a_conversation_loads_it_ahead(tmp_path, make_decoder, make_short, model_folder):
+    make_short(make_decoder())  # compiles it, if nobody has
+    engine = Engine.load(model_folder(**WIDE), quant="int8", window=8, budget=48)
+    assert not engine.runner.short.ready
+    engine.chat()
+    deadline = time.monotonic() + 60
+    while not engine.runner.short.ready:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_an_engine_for_one_prompt_does_not_make_it(model_folder):
+    def one(engine):
+        engine.one_prompt = True
+
+    assert Engine.load(model_folder(**WIDE), quant="int8", before_weights=one).runner.short is None
