@@ -39,7 +39,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 # lm-evaluation-harness brings 40 packages that only its adapter's tests need.
 $(HARNESS): $(STAMP)
-	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[lm_eval]'
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[lm-eval]'
 	@touch "$@"
 
 demo: $(STAMP)

@@ -1,4 +1,4 @@
-"""The adapter for lm-evaluation-harness (`pip install 'cake-infer[lm_eval]'`): its model `cake` is our engine.
+"""The adapter for lm-evaluation-harness (`pip install 'cake-infer[lm-eval]'`): its model `cake` is our engine.
 
 `cake-lm-eval` is its command line, `lm_eval`, with the model added: lm_eval 0.4.13 finds none in other packages. Later
 releases do, by the entry point group `lm_eval.models`, and then `lm_eval --model cake` is the same.
@@ -30,7 +30,7 @@ except ImportError:  # the command says so; every module of the package can be i
 log = logging.getLogger(__name__)
 
 NAME = "cake"
-MISSING = "lm-evaluation-harness is not installed: pip install 'cake-infer[lm_eval]'"
+MISSING = "lm-evaluation-harness is not installed: pip install 'cake-infer[lm-eval]'"
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_MAX_GEN_TOKS = 256  # as in lm_eval's other models
 SEED = 1234

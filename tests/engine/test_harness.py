@@ -15,7 +15,7 @@ from cake_infer import Engine, GenerationConfig, OptionError, PromptError
 from cake_infer.engine.apps import harness
 from cake_infer.engine.continuation import score_continuations
 
-pytestmark = pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs the extra lm_eval")
+pytestmark = pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs the extra lm-eval")
 
 TEXT = "the harbour office keeps watch on channel fourteen, and the pilot boat is blue. " * 2
 ROWS = [
