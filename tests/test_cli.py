@@ -732,6 +732,13 @@ def test_no_value_is_dropped_for_a_second_one(words: list[str], message: str, ru
     assert seen.err.startswith(f"error: {message}; see ")
 
 
+@pytest.mark.parametrize("more", [["--decode-policy", "hold"], ["--kv-bits", "8"]])
+def test_a_window_may_be_given_with_a_cache_where_a_reply_evicts_or_packs(more: list[str]) -> None:
+    words = ["--cache", "a.cake", "--prompt", "x", "--window", "16", *more]
+    parser = cli.build_parser(None)
+    assert cli.app(None).conflict(parser.parse_args(words), cli.given_flags(parser, words)) is None
+
+
 def test_a_flag_without_a_value_twice_and_lists_of_values_are_fine(run: Callable[..., Run]) -> None:
     assert run("--prompt", "a", "--quiet", "--quiet", "--stop", "b", "--stop", "c").code == 0
 

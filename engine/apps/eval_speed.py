@@ -151,12 +151,13 @@ def report(
     """The tables on standard output, and plots and a page beside the results."""
     budgets = [str(budget) for budget in comparison.budgets]
     tables, shown = [], []
+    runs = f"{args.repeats} {'run' if args.repeats == 1 else 'runs'}"
     for length in args.lengths:
         own = [record for record in records if record["length"] == length]
         entries = summarise(own, MEASURES, comparison.names, budgets, comparison.baseline)
         shown += entries if length == max(args.lengths) else []
         for budget in budgets:
-            title = f"{length:,} prompt tokens, budget {budget}, {args.repeats} runs, {comparison.model}"
+            title = f"{length:,} prompt tokens, budget {budget}, {runs}, {comparison.model}"
             title, header, cells = budget_table(title, entries, MEASURES, comparison, budget)
             tables.append((title, ["policy", "runs", *header[2:]], cells))
     publish(console, comparison, "speed", MEASURES, shown, tables)

@@ -70,8 +70,8 @@ def conflict(args: argparse.Namespace, given: set[str]) -> str | None:
         for name in ("budget", *USELESS_WHEN_FULL):
             if name in given and name not in ("window", "hold_by"):
                 return f"{flag_of(name)} has no effect with --cache: nothing more is evicted"
-        if "window" in given and args.decode_policy != "hold":
-            return "--window has no effect with --cache, unless --decode-policy hold evicts while it replies"
+        if "window" in given and args.decode_policy != "hold" and args.kv_bits is None:
+            return "--window has no effect with --cache: nothing more is evicted (--decode-policy hold) or packed"
         if "policy" in given:
             return "--policy has no effect with --cache: nothing more is evicted"
     pieces = pieces_conflict(args, length_known=args.prompt_tokens is not None)

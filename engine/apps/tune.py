@@ -194,7 +194,7 @@ def choose(losses: Sequence[Sequence[float]], points: Sequence[Point], budget: s
         difference = paired(losses[place], losses[0]) if place else None
         lines.append([str(points[place]), _text(means[place]), _text(difference, sign=True)])
     count = len(losses[0])
-    title = f"KL (nats) at budget {budget}, {count} texts, {len(points)} points"
+    title = f"KL (nats) at budget {budget}, {count} {'text' if count == 1 else 'texts'}, {len(points)} points"
     console.text(show(title, ["constants", "KL", "minus as it is"], lines) + "\n")
     return points[order[0]] if order[0] else None
 
