@@ -9,8 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import secrets
 import stat
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,6 +28,7 @@ MARK = b'"checksum":"'  # a quote inside a JSON string is escaped: nothing but t
 OURS = b'"format":"cake-infer cache"'  # likewise
 LONGEST_HEADER = 1 << 28
 BLOCK = 1 << 20
+LEFT_S = 3600.0  # after which what was not renamed will not be
 
 
 def check_target(
@@ -51,6 +56,20 @@ def check_target(
     if target.exists() and not (may_be_replaced or _is_saved_cache)(target):
         raise SnapshotError(f"cannot write {target}: what is there is no {what}; give another name, or remove it")
     return target
+
+
+def place_beside(target: Path) -> Path:
+    """The name under which a file is written before it is renamed to `target`.
+
+    What a process that was killed left there is removed, once nobody can be writing it any more.
+    """
+    begin = f".{target.name[:64]}."
+    ours = re.compile(re.escape(begin) + r"[0-9a-f]{12}\.part")
+    with suppress(OSError):
+        for left in target.parent.iterdir():
+            if ours.fullmatch(left.name) and time.time() - left.stat().st_mtime > LEFT_S:
+                left.unlink()
+    return target.with_name(f"{begin}{secrets.token_hex(6)}.part")
 
 
 def _is_saved_cache(target: Path) -> bool:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import stat
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,7 +29,7 @@ from torch import Tensor
 
 from ..errors import SnapshotError
 from .quantise import GROUP, KV_BITS, code_bytes, value_groups
-from .saved_file import BLANK, FORMAT, VERSION, check_target, open_file, read_whole, seal
+from .saved_file import BLANK, FORMAT, VERSION, check_target, open_file, place_beside, read_whole, seal
 from .saved_rows import TABLES, SavedPacked, SavedRows, inside, whole
 
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -70,7 +69,7 @@ def write_snapshot(path: str | Path, snapshot: Snapshot) -> None:
         tensors |= {f"packed_{name}": table for name, table in zip(TABLES, rows.packed.tables, strict=True)}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     metadata["about"] = json.dumps(snapshot.about, ensure_ascii=False)
-    beside = target.with_name(f".{target.name[:64]}.{secrets.token_hex(6)}.part")
+    beside = place_beside(target)
     try:
         mode = _mode_for(target, beside)
         save_file(tensors, beside, metadata=metadata)

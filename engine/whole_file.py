@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import secrets
 import stat
 from contextlib import suppress
 from pathlib import Path
+
+from ..cache.saved_file import place_beside
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -15,7 +16,7 @@ def write_whole(path: Path, data: bytes) -> None:
     On a full disk, or killed meanwhile, the old file is left as it was.
     """
     target = Path(os.path.realpath(path))
-    beside = target.with_name(f".{target.name[:64]}.{secrets.token_hex(6)}.part")
+    beside = place_beside(target)
     try:
         with open(beside, "xb") as file:
             file.write(data)

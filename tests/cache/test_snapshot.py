@@ -303,6 +303,19 @@ while True:
 """
 
 
+def test_what_a_killed_save_left_goes_with_a_later_one_and_nothing_else_does(tmp_path):
+    target, hour_ago = tmp_path / "a.cake", time.time() - 3700
+    old = [tmp_path / ".a.cake.0123456789ab.part", tmp_path / ".a.cake.ffffffffffff.part"]
+    others = [tmp_path / ".b.cake.0123456789ab.part", tmp_path / "a.cake.part", tmp_path / ".a.cake.notes.part"]
+    being_written = tmp_path / ".a.cake.aaaaaaaaaaaa.part"
+    for path in (*old, *others, being_written):
+        path.write_bytes(b"half")
+        if path != being_written:
+            os.utime(path, (hour_ago, hour_ago))
+    write_snapshot(target, made())
+    assert sorted(tmp_path.iterdir()) == sorted([target, *others, being_written])
+
+
 def test_killed_during_a_save_the_old_file_or_the_new_one_is_there(tmp_path):
     path = tmp_path / "a.cake"
     write_snapshot(path, made())
