@@ -103,11 +103,14 @@ class ShortPieces:
             "read_layer": self._layer(0, hidden, cos, cos, staged, 0)[0],
             "head": self._head(hidden, torch.zeros(1, 1)),
         }
-        what = f"the products of short texts for {self._tables.format} weights"
+        what = {
+            "read_layer": (f"a layer of short texts for {self._tables.format} weights", 10),
+            "head": (f"the head of short texts for {self._tables.format} weights", 1),
+        }
         for part in PARTS:
             kind = self._kind if part == PARTS[-1] else f"{self._kind}-{part}"  # it is the last that says it is done
-            arguments = calls[part]
-            self._compiling.ensure(kind, getattr(module, part), arguments, what=what, seconds=2, on_wait=on_wait)
+            arguments, (name, seconds) = calls[part], what[part]
+            self._compiling.ensure(kind, getattr(module, part), arguments, what=name, seconds=seconds, on_wait=on_wait)
         return module
 
     def layer(
