@@ -11,6 +11,7 @@ from typing import Any
 from ..errors import OptionError
 
 Value = int | float | str | None
+LARGEST: dict[type, float] = {int: 2**63 - 1, float: 1e30}  # what an int64 holds; what fp32 can still be multiplied by
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Option:
             number = self.kind(value) if isinstance(value, str) else value
         except ValueError:
             raise refused from None
+        if abs(number) > LARGEST[self.kind]:
+            raise OptionError(f"{self.name} must be at most {LARGEST[self.kind]:g}, not {value!r}")
         if self.kind is int and number != int(number) if math.isfinite(number) else True:
             raise refused
         low = (self.least is not None and number < self.least) or (self.above is not None and number <= self.above)

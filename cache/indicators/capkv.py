@@ -48,7 +48,7 @@ class CapKVIndicator:
                 logits = keys @ anchor[query_head] * self.temperature
                 weight = (logits - logits.max()).exp_()
                 gram = torch.eye(values.shape[1], device=keys.device) + (values * weight[:, None]).t() @ values
-                solved = torch.linalg.solve_triangular(torch.linalg.cholesky(gram), values.t(), upper=False)
+                solved = torch.linalg.solve_triangular(torch.linalg.cholesky_ex(gram).L, values.t(), upper=False)
                 leverage += weight * solved.square_().sum(0)
             leverage /= view.group
             scores[head, :length] = leverage.masked_fill_(view.positions[head, :length] < self.sinks, float("inf"))

@@ -82,6 +82,12 @@ def test_budgets_that_cannot_hold_are_budget_errors(options: dict[str, Any], say
         ({"tau2": float("nan")}, "tau2"),
         ({"tau1": float("inf")}, "tau1"),
         ({"tau1": "1"}, "tau1"),
+        ({"gamma": 1e300}, r"gamma must be at most 1e\+30, not 1e\+300"),
+        ({"policy": "capkv", "policy_options": ("temperature=1e39",)}, r"temperature must be at most 1e\+30"),
+        (
+            {"policy": "streaming-llm", "policy_options": (f"sinks={'9' * 400}",)},
+            r"sinks must be at most 9\.22337e\+18",
+        ),
         ({"indicator": "magic"}, "unknown indicator 'magic': choose one of cake, "),
         ({"allocation": "magic"}, "unknown allocation 'magic': choose one of uniform, cake"),
         ({"heads": "magic"}, "unknown rule over heads 'magic': choose one of equal"),

@@ -12,7 +12,7 @@ from cake_infer.cache.config import CacheConfig
 from cake_infer.cache.indicators import INDICATORS
 from cake_infer.cache.policies import PolicyModel, make_policy
 from cake_infer.cache.policies.composed import ComposedPolicy
-from cake_infer.errors import OptionError
+from cake_infer.errors import CakeError, OptionError
 from safetensors.torch import save_file
 
 MODEL = PolicyModel("llama", 3, 24, 300)
@@ -351,6 +351,13 @@ def test_nacl_takes_the_ends_the_best_and_then_draws(scene: Scene) -> None:
         np.testing.assert_allclose(got[best], 1 + votes[best], rtol=1e-4)
         rest = able & (got < 0)
         assert len(set(got[rest])) == rest.sum(), "the rest is in a random order without ties"
+
+
+def test_capkv_leaves_values_that_are_no_numbers_to_the_check_of_all_scores(one_prompt: Any) -> None:
+    scene = one_prompt(total=48)
+    scene.view.values[0, 3, 0] = float("nan")
+    with pytest.raises(CakeError, match="the scores of layer 1 are not numbers"):
+        score(scene, "capkv")
 
 
 def test_nacl_draws_by_its_chances(one_prompt: Any) -> None:
