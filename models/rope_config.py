@@ -147,6 +147,9 @@ def _rope_dict(keys: ConfigKeys) -> tuple[Mapping[str, Any], str]:
     return inner, f"{keys.where}: {name}"
 
 
+_LARGEST_FACTOR = 1e6  # a context that no memory holds
+
+
 def parse_scaling(scaling: str) -> tuple[str, float]:
     """Kind and factor of `KIND:FACTOR`. Raises OptionError unless it is linear, dynamic or yarn by 1 or more."""
     kind, separator, number = str(scaling).strip().partition(":")
@@ -162,6 +165,6 @@ def parse_scaling(scaling: str) -> tuple[str, float]:
         factor = float(number)
     except ValueError:
         factor = math.nan
-    if not separator or not 1.0 <= factor < math.inf:
+    if not separator or not 1.0 <= factor <= _LARGEST_FACTOR:
         raise OptionError(f"rope scaling {scaling!r} must be KIND:FACTOR with a factor of at least 1, such as yarn:4")
     return kind, factor

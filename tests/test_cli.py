@@ -492,6 +492,7 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(arguments: list[str], 
         ["--threads", "5000"],
         ["--rope-scaling", "yarn"],
         ["--rope-scaling", "yarn:0.5"],
+        ["--rope-scaling", "yarn:1e308"],
         ["--quant", "int8", "--dtype", "float32"],
     ],
 )
