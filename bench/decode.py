@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--weights", choices=("float32", "bfloat16", "int8", "int4"))
     parser.add_argument("--prompt", type=int)
     parser.add_argument("--budget", type=int, default=512, help="0 keeps everything")
-    parser.add_argument("--policy", default="cake", help="what keeps the budget")
+    parser.add_argument("--policy", default="auto", help="what keeps the budget (default auto)")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3, help="each case is measured so often, interleaved")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

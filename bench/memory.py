@@ -77,7 +77,7 @@ class Run:
     threads: int
     random_weights: bool = False
     decode_policy: str = "grow"
-    policy: str = "cake"
+    policy: str = "auto"
     cold: bool = False
 
     def measure(self) -> dict[str, Any]:
@@ -294,7 +294,7 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2-135m", help="folder or alias of a model that transformers can load")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, metavar="S")
     parser.add_argument("--budget", type=int, default=512)
-    parser.add_argument("--policy", default="cake", help="what keeps the budget")
+    parser.add_argument("--policy", default="auto", help="what keeps the budget (default auto)")
     parser.add_argument("--chunk", type=int, default=512)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--cold", action="store_true", help="count library code that is first used in the prefill")

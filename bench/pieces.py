@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[7800])
     parser.add_argument("--pieces", type=int, nargs="+", default=[1024, 2048])
     parser.add_argument("--budget", type=int, default=1024)
-    parser.add_argument("--policy", default="cake")
+    parser.add_argument("--policy", default="auto")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, help="default all cores")
     parser.add_argument("--long", type=int, metavar="N", help="one text of N tokens instead, in the largest pieces")

@@ -57,23 +57,30 @@ def pool_max(score: Tensor, positions: Tensor, pool: int) -> Tensor:
     return torch.empty_like(pooled).index_copy_(-1, order, pooled)
 
 
-def pool_mean(score: Tensor, positions: Tensor, pool: int) -> Tensor:
-    """The sum within `pool // 2` positions of each column, divided by `pool`: `scores.pool_neighbours` for rows that
-    all have the same positions, which are then put in order once.
+class Neighbours:
+    """Columns in the order of their positions, int `[n]`, unique, in any order, and which of them are `reach` apart or
+    nearer. Worked out once for all rows that have these positions."""
 
-    score: fp32 `[..., n]`. positions: int `[n]`, unique, in any order.
-    """
-    order = positions.argsort()
-    near = positions[order]
-    ascending = torch.equal(near, positions)
-    ordered = score if ascending else score[..., order]
-    pooled = ordered.clone()
-    for offset in range(1, min(pool // 2, len(near) - 1) + 1):
-        before, after = ordered[..., :-offset], ordered[..., offset:]
-        gap = near[offset:] - near[:-offset] > pool // 2
-        if gap.any():
-            before, after = before.masked_fill(gap, 0), after.masked_fill(gap, 0)
-        pooled[..., offset:] += before
-        pooled[..., :-offset] += after
-    pooled /= pool
-    return pooled if ascending else torch.empty_like(pooled).index_copy_(-1, order, pooled)
+    def __init__(self, positions: Tensor, reach: int) -> None:
+        order = positions.argsort()
+        near = positions[order]
+        self._order = None if torch.equal(near, positions) else order
+        apart = [near[offset:] - near[:-offset] > reach for offset in range(1, min(reach, len(near) - 1) + 1)]
+        self._gaps = [gap if gap.any() else None for gap in apart]
+
+    def ordered(self, rows: Tensor) -> Tensor:
+        """fp32 `[..., n]` with its columns in order; the same tensor where they are."""
+        return rows if self._order is None else rows[..., self._order]
+
+    def sums(self, ordered: Tensor) -> Tensor:
+        """The sum over each column and its neighbours, in order: fp32 `[..., n]`."""
+        sums = ordered.clone()
+        for offset, gap in enumerate(self._gaps, 1):
+            before, after = ordered[..., :-offset], ordered[..., offset:]
+            sums[..., offset:] += before if gap is None else before.masked_fill(gap, 0)
+            sums[..., :-offset] += after if gap is None else after.masked_fill(gap, 0)
+        return sums
+
+    def restored(self, ordered: Tensor) -> Tensor:
+        """fp32 `[n]` in the order of the columns again."""
+        return ordered if self._order is None else torch.empty_like(ordered).index_copy_(0, self._order, ordered)

@@ -24,7 +24,7 @@ class Unsaid(str):
     """A default that nobody chose: equal to the same word where somebody did."""
 
 
-DEFAULT_POLICY = Unsaid("cake")
+DEFAULT_POLICY = Unsaid("auto")
 
 
 @dataclass(frozen=True)

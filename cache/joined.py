@@ -28,6 +28,10 @@ class SharedPositions:
         joined = torch.zeros(len(self.positions), device=self.positions.device)
         return joined.index_add_(0, torch.cat(self.inverse), torch.cat(scores))
 
+    def mean(self, scores: list[Tensor]) -> Tensor:
+        """Mean over the heads that hold a token, fp32 `[m]`."""
+        return self.total(scores) / self.total([torch.ones_like(score) for score in scores])
+
     def spread(self, view: LayerView, shared: Tensor) -> Tensor:
         """fp32 `[kv_heads, n]` with every head's columns read from `[m]`; -inf for columns that no head has."""
         scores = torch.full(view.keys.shape[:2], float("-inf"), device=view.keys.device)

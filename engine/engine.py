@@ -252,7 +252,7 @@ class Engine:
         A text is continued by the question as it stands. Of messages the last is the user's and has the document: a
         question joins it after a blank line, and the template does the rest. Ids are continued by ids, or by a text.
         What is kept is chosen without the question: what it would have wanted may be gone. `policy` chooses; without it
-        that is what the engine was told to use, and where it was told nothing `auto`, which loses least there
+        that is what the engine was told to use, and where it was told nothing `document`, which loses least there
         (docs/methods.md). `stream_prefill` reads it in pieces, see `stream`.
         """
         return compress(self, text, messages, ids, policy, on_progress, piece_size(stream_prefill))

@@ -144,8 +144,8 @@ CACHE_FLAGS = {
     ),
     "kv_memory": Flag("the budget as the size of the whole KV arena instead (512MiB)", metavar="SIZE"),
     "policy": Flag(
-        "what is kept where the prompt is longer than the budget: cake (the tokens that matter), auto (what "
-        "lost least when measured), full (all), or another name that `policies` lists",
+        "what is kept where the prompt is longer than the budget: auto (the tokens that matter), cake (as its "
+        "paper chooses them), full (all), or another name that `policies` lists",
         metavar="NAME",
     ),
     "indicator": Flag("what scores the tokens, in place of the policy's own; see `policies`", metavar="NAME"),
@@ -184,8 +184,8 @@ CACHE_FLAGS = {
         positive_count,
         "N",
     ),
-    "tau1": Flag("policy cake: temperature of a layer's dispersion; default by model and budget", number, "X"),
-    "tau2": Flag("policy cake: temperature of a layer's shift; default by model and budget", number, "X"),
+    "tau1": Flag("CAKE's allocation: temperature of a layer's dispersion; default by model and budget", number, "X"),
+    "tau2": Flag("CAKE's allocation: temperature of a layer's shift; default by model and budget", number, "X"),
     "gamma": Flag("policy cake: weight of the variance in a token's score; default 200", number, "X"),
     "kv_bits": Flag(
         "pack kept keys and values in 8, 4 or 2 bits, but for the latest tokens",

@@ -72,7 +72,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--model", default="smollm2-135m", help="folder, alias or hub id (default smollm2-135m)")
     parser.add_argument("--budget", default="512", help="tokens per layer and KV head, or a percentage (default 512)")
-    parser.add_argument("--policy", default="cake", help="what decides which tokens stay (default cake)")
+    parser.add_argument("--policy", default="auto", help="what decides which tokens stay (default auto)")
     parser.add_argument("--document", type=Path, default=HERE / "harbour.md")
     parser.add_argument("--facts", type=Path, default=HERE / "facts.json", help="question, answers, fact and depth")
     parser.add_argument("--max-tokens", type=int, default=48, help="the most tokens of an answer (default 48)")

@@ -5,8 +5,10 @@ largest over rows and over the query heads of a KV head; `D = max(M, mean of M)`
 heads of that norm`. First come the tokens that hold up to `mass` (0.9) of the mean attention with the window's own
 part, at most as many as the budget has room for, and the token that crosses it is not among them. Defaults: pool 5,
 norm l1. Their code means to count the window's mass but sums the columns in front of it, because the window is cut off
-before; here it is the window's. They cut heads of a layer together without a floor: `--heads` chooses that. Norm l2 is
-the length of a projected value, which `D x D` matrices give without projecting it.
+before; here it is the window's. They cut heads of a layer together without a floor: `--heads` chooses that. Of a token
+that some heads gave up in an earlier turn or piece the sum is taken to be that of as many heads with the mean of the
+others: by what is left alone, the fewer heads still had an old token, the more each of them would hold on to it. Norm
+l2 is the length of a projected value, which `D x D` matrices give without projecting it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from ..attention import before_window, empty_scores, pool_mean, window_attention
+from ..attention import Neighbours, before_window, empty_scores, window_attention
 from ..joined import SharedPositions
 from ..policies.base import PolicyModel
 from ..projection import projected_lengths, projected_norms
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..view import LayerView
+
+TILE_FLOATS = 1 << 18  # of rows of the window that are pooled at a time
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class DefensiveIndicator:
         measure = projected_lengths if self.norm == "l2" else projected_norms
         norms = [measure(view, head) for head in range(view.keys.shape[0])]
         shared = SharedPositions.of(view)
-        of_all = shared.total(norms)  # a token's norm over the heads that hold it
+        of_all = shared.mean(norms).mul_(len(norms))  # that of all heads: those that gave the token up had it too
         for head, attention in window_attention(view):
             length = attention.shape[2]
             before = before_window(view, head)
@@ -85,12 +89,16 @@ class DefensiveIndicator:
 
     def _worst(self, rows: Tensor, positions: Tensor) -> Tensor:
         """`[length]`: the largest of the pooled rows `[group, r, length]`, each scaled back to its own mass."""
+        near = Neighbours(positions, self.pool // 2)
         worst = torch.zeros(rows.shape[-1], device=rows.device)
-        for of_head in rows:
-            pooled = pool_mean(of_head, positions, self.pool)
-            mass = of_head.sum(-1, keepdim=True) / pooled.sum(-1, keepdim=True).clamp_min(1e-30)
+        every = rows.flatten(0, 1)
+        # a third at a time: in order, summed and masked they take no more than the rows themselves
+        size = max(1, min(len(every) // 3, TILE_FLOATS // every.shape[1]))
+        for some in torch.split(every, size):
+            pooled = near.sums(near.ordered(some))
+            mass = some.sum(-1, keepdim=True) / pooled.sum(-1, keepdim=True).clamp_min(1e-30)
             torch.maximum(worst, pooled.mul_(mass).amax(0), out=worst)
-        return worst
+        return near.restored(worst)
 
     def _protected(self, mean: Tensor, window_mass: float, window: int) -> Tensor:
         """Indices of the tokens that hold the mass."""

@@ -6,6 +6,7 @@ paper names. An indicator, allocation or rule over heads that is given by name t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,10 +56,17 @@ NAMED = {
     "cake": Named("cake", "cake", paper="CAKE, Qin et al., ICLR 2025, arXiv 2503.12491"),
     "auto": Named(
         "defensivekv",
+        "cake",
+        "adaptive",
+        options={"norm": "l2"},
+        paper="what lost less than CAKE (docs/methods.md): its shares of layers, DefensiveKV's scores, Ada-KV's heads",
+    ),
+    "document": Named(
+        "defensivekv",
         "global",
         "own",
         options={"norm": "l2"},
-        paper="what lost least in our comparison (docs/methods.md): Layer-DefensiveKV, its values measured by length",
+        paper="what lost least where the question came later (docs/methods.md): Layer-DefensiveKV, lengths of values",
     ),
     "pyramidkv": Named("snapkv", "pyramid", paper="PyramidKV, Cai et al., arXiv 2406.02069", window=8),
     "ada-kv": Named("snapkv", "uniform", "adaptive", paper="Ada-KV, Feng et al., NeurIPS 2025, arXiv 2407.11550"),
@@ -77,7 +85,7 @@ NAMED = {
         paper="CAKE's allocation and scores in CriticalKV's two stages; no paper's own",
     ),
 }
-DOCUMENT_POLICY = "auto"  # for a document whose questions are not known: what loses least there (docs/methods.md)
+DOCUMENT_POLICY = "document"  # for a document whose questions are not known: what loses least there (docs/methods.md)
 DEFAULT_WINDOW = 32
 KEEPS_SCORES = ("h2o", "g-kv")  # the hold rules that write to the slots' scores
 POLICIES = (*NAMED, *(name for name in INDICATORS if name not in NAMED), "full")
@@ -124,7 +132,7 @@ class Choice:
                     raise OptionError(
                         f"the {part} {method.name} needs the policy option {option.name}=PATH: {option.help}"
                     )
-                if option.file and not Path(str(path)).expanduser().is_file():
+                if option.file and not Path(os.path.expanduser(str(path))).is_file():
                     raise OptionError(f"there is no file {path}, which the {part} {method.name} needs: {option.help}")
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KEY", "Comparison"]
 
-DEFAULT_POLICIES = ("cake", "snapkv", "streaming-llm")
+DEFAULT_POLICIES = ("cake", "auto", "snapkv", "streaming-llm")
 DEFAULT_BUDGETS = ("3.2%", "6.25%", "12.5%")
 SHARED = ("kv_dtype",)  # what all policies of a comparison have in common, beside the window
 

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = parser.add_argument_group("prompt")
     add_prompt_arguments(text, "read the text as it stands")
     add_comparison_arguments(
-        parser, policies=("cake",), budgets=DEFAULT_BUDGETS[1:2], baseline=False, out=DEFAULT_PAGE, what="FILE"
+        parser, policies=("auto",), budgets=DEFAULT_BUDGETS[1:2], baseline=False, out=DEFAULT_PAGE, what="FILE"
     )
     add_output_arguments(parser.add_argument_group("output"))
 

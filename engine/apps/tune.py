@@ -9,7 +9,8 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from ...cache.budget import Budget
-from ...cache.config import CacheConfig
+from ...cache.config import DEFAULT_POLICY, CacheConfig
+from ...cache.policies import NAMED
 from ...errors import PromptError
 from ..evaluation.bootstrap import Interval, bootstrap, paired
 from ..evaluation.combination import budgets
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 TAUS = (0.4, 0.6, 0.8, 1.0, 1.4, 2.0)
 SHOWN = 8
+TUNED = tuple(name for name, named in NAMED.items() if named.allocation == "cake")  # what has the constants
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,6 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=["12.5%"],
         help="budgets to tune for, in tokens per layer and KV head or in %% of a prompt (default 12.5%%)",
     )
+    group.add_argument(
+        "--policy",
+        dest="tuned_policy",
+        choices=TUNED,
+        default=str(DEFAULT_POLICY),
+        help=f"the policy that is tuned (default {DEFAULT_POLICY})",
+    )
     for name in ("tau1", "tau2"):
         group.add_argument(
             f"--{name}",
@@ -73,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         nargs="+",
         type=number,
-        help="values of gamma to try; without, gamma stays what it is",
+        help="values of gamma to try, with --policy cake or critical-cake; without, gamma stays what it is",
     )
     add_window_argument(group)
     own = tuple(field.name for field in fields(CacheConfig) if field.name not in SHARED)
@@ -99,10 +108,10 @@ class Point:
     tau2: float | None = None
     gamma: float | None = None
 
-    def config(self, window: int) -> CacheConfig:
+    def config(self, window: int, policy: str) -> CacheConfig:
         """Raises OptionError for a value that cannot be."""
         options = {} if self.gamma is None else {"gamma": self.gamma}
-        return CacheConfig(window=window, policy="cake", tau1=self.tau1, tau2=self.tau2, policy_options=options)
+        return CacheConfig(window=window, policy=policy, tau1=self.tau1, tau2=self.tau2, policy_options=options)
 
     def __str__(self) -> str:
         if self.tau1 is None:
@@ -116,7 +125,7 @@ def grid(args: argparse.Namespace) -> list[Point]:
     points = [Point(*values) for values in product(args.tau1s, args.tau2s, args.gammas or [None])]
     found = list(dict.fromkeys([Point(), *points]))
     for point in found:
-        point.config(args.window)
+        point.config(args.window, args.tuned_policy)
     return found
 
 
@@ -136,7 +145,7 @@ def run(args: argparse.Namespace, load: Load | None = None) -> int:
                 found.append(row_of(best, round(sum(tokens[number_of]) / len(tokens[number_of]))))
         if found:
             path = write_tuning(engine.model_path, found)
-            console.notice(f"wrote {path}: runs of this model with the policy cake use it from now on")
+            console.notice(f"wrote {path}: runs of this model with CAKE's allocation use it from now on")
         else:
             console.notice("no point of the grid is better than what is used now: nothing was written")
     return 0
@@ -162,7 +171,7 @@ def search(
     for name, ids in encoded:
         if len(ids) <= 2 * args.window:
             raise PromptError(f"{name} has {len(ids):,} tokens, too few to evict any: give a longer text")
-    configs = [point.config(args.window) for point in points]
+    configs = [point.config(args.window, args.tuned_policy) for point in points]
     longest = max(len(ids) for _, ids in encoded)
     console.notice(check_study(engine, longest, args.tokens, configs, len(wanted)))
     losses: list[list[list[float]]] = [[[] for _ in points] for _ in wanted]

@@ -12,9 +12,9 @@ from cake_infer.cache.config import CacheConfig
 from cake_infer.errors import BudgetError, OptionError
 
 
-def test_defaults_are_those_of_the_paper() -> None:
+def test_defaults_are_those_of_the_paper_but_for_the_policy_that_loses_less() -> None:
     config = CacheConfig()
-    assert (config.budget, config.policy, config.window, config.decode_policy) == (1024, "cake", 32, "grow")
+    assert (config.budget, config.policy, config.window, config.decode_policy) == (1024, "auto", 32, "grow")
     assert (config.gamma, config.pool, config.tau1, config.tau2) == (None, 5, None, None)
     with pytest.raises(FrozenInstanceError):
         config.window = 4  # type: ignore[misc]
@@ -82,7 +82,7 @@ def test_budgets_that_cannot_hold_are_budget_errors(options: dict[str, Any], say
         ({"tau2": float("nan")}, "tau2"),
         ({"tau1": float("inf")}, "tau1"),
         ({"tau1": "1"}, "tau1"),
-        ({"gamma": 1e300}, r"gamma must be at most 1e\+30, not 1e\+300"),
+        ({"policy": "cake", "gamma": 1e300}, r"gamma must be at most 1e\+30, not 1e\+300"),
         ({"policy": "capkv", "policy_options": ("temperature=1e39",)}, r"temperature must be at most 1e\+30"),
         (
             {"policy": "streaming-llm", "policy_options": (f"sinks={'9' * 400}",)},
@@ -118,8 +118,8 @@ def test_budgets_that_cannot_hold_are_budget_errors(options: dict[str, Any], say
             "cake has the option .sinks.: .*gamma, pool.*tau1, tau2",
         ),
         (
-            {"policy": "auto", "tau1": 1.0},
-            "the policy auto has the option 'tau1': .*; choose a policy that has it: cake, critical-cake",
+            {"policy": "document", "tau1": 1.0},
+            "the policy document has the option 'tau1': .*; choose a policy that has it: cake, auto, critical-cake",
         ),
         ({"policy": "streaming-llm", "policy_options": ("sinks",)}, "cannot read the policy option 'sinks'"),
         ({"policy": "streaming-llm", "policy_options": ("sinks=a",)}, "sinks must be a whole number of at least 0"),
@@ -179,7 +179,7 @@ def test_options_of_a_hold_rule_reach_the_rule_alone() -> None:
     assert given.choice.options["indicator"]["pool"] == 5
     assert given.spare == 16
     assert given.choice.title == "cake, hold by cake every 16"
-    assert CacheConfig(decode_policy="hold").choice.title == "cake"  # type: ignore[union-attr]
+    assert CacheConfig(decode_policy="hold").choice.title == "auto"  # type: ignore[union-attr]
 
 
 def test_a_late_schedule_is_told_where_it_is_not_the_allocations_own() -> None:
@@ -226,10 +226,10 @@ def test_a_policy_takes_the_window_of_its_paper_unless_another_one_is_given_or_a
 
 
 def test_a_policy_that_was_named_is_told_from_the_default_though_they_are_equal() -> None:
-    default, named = CacheConfig(budget=64), CacheConfig(budget=64, policy="cake")
+    default, named = CacheConfig(budget=64), CacheConfig(budget=64, policy="auto")
     assert default == named
     assert not default.policy_given
     assert named.policy_given
     assert not replace(default, budget=128).policy_given
     assert not CacheConfig(**asdict(default)).policy_given
-    assert replace(default, policy="cake").policy_given
+    assert replace(default, policy="auto").policy_given

@@ -179,9 +179,11 @@ def test_rest_kv_pools_wider_and_further_on_the_way_that_attention_wanders(
 @pytest.mark.parametrize("power", [1, 2])
 def test_defensivekv_is_the_worst_case_over_rows_and_heads(scene: Scene, power: int) -> None:
     budget, room = 20, 20 - WINDOW
-    plain, means, shield, mass = [], [], [], np.zeros(scene.total)
+    plain, means, shield, mass, heads = [], [], [], np.zeros(scene.total), np.zeros(scene.total)
     for kv, at in enumerate(scene.columns):
         mass[at] += norms(scene, kv, power)
+        heads[at] += 1
+    mass *= KV_HEADS / np.maximum(heads, 1)
     for kv, at in enumerate(scene.columns):
         before = scene.before(kv)
         rows = [row * before for head in group(kv) for row in scene.attention(head, scene.window_rows)]

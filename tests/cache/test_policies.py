@@ -121,7 +121,7 @@ def test_the_registry_makes_every_policy_it_names(one_prompt: Any) -> None:
         claim = LayerClaim(8, (52, 52), score.preference, score.curve, lambda limit, rows=ranked: list(rows[:, :limit]))
         lengths = policy.cascade(1, 2, 30, 8).add(claim)
         assert sum(lengths[0]) == 60
-        assert lengths == [[30, 30]] or name in ("auto", "ada-kv", "lava", "layer-defensivekv")
+        assert lengths == [[30, 30]] or name in ("auto", "document", "ada-kv", "lava", "layer-defensivekv")
     with pytest.raises(OptionError, match=r"unknown policy 'h3o'.*cake, .*full"):
         replace(CacheConfig(), policy="h3o")
 

@@ -131,8 +131,8 @@ def planned(engine: Engine, prompt_tokens: int, new_tokens: int, batch: int = 1)
         (1500, 16, "bfloat16", {}, CacheConfig(budget=64)),
         (1500, 128, "float32", {}, CacheConfig(budget=256)),
         (1500, 128, "bfloat16", {}, CacheConfig(budget=2000)),
-        (1500, 128, "bfloat16", {}, CacheConfig(policy="auto", budget=256)),
-        (3000, 512, "float32", {}, CacheConfig(policy="auto", budget=256)),
+        (1500, 128, "bfloat16", {}, CacheConfig(policy="cake", budget=256)),
+        (3000, 512, "float32", {}, CacheConfig(policy="cake", budget=256)),
         (1500, 128, "bfloat16", {}, CacheConfig(policy="full")),
         (1500, 128, "bfloat16", {}, CacheConfig(budget=256, kv_dtype="bfloat16")),
         (1500, 128, "bfloat16", {}, CacheConfig(budget=256, decode_policy="hold")),
@@ -199,10 +199,11 @@ def test_the_plan_of_a_batch_is_within_5_percent_of_what_is_alive_at_the_peak(
     [
         (400, {}, CacheConfig(budget=256)),
         (1000, {}, CacheConfig(budget=256)),
+        (400, {}, CacheConfig(policy="cake", budget=600)),
         (400, {}, CacheConfig(budget=600)),
         (400, {}, CacheConfig(budget=256, decode_policy="hold")),
         (3000, {}, CacheConfig(budget=256)),
-        (400, {"model_type": "mistral", "sliding_window": 400}, CacheConfig(budget=256)),
+        (400, {"model_type": "mistral", "sliding_window": 400}, CacheConfig(policy="cake", budget=256)),
     ],
 )
 def test_the_plan_of_pieces_is_within_5_percent_of_what_is_alive_at_the_peak(
@@ -215,14 +216,15 @@ def test_the_plan_of_pieces_is_within_5_percent_of_what_is_alive_at_the_peak(
         plan = plan_reply(engine, len(ids), 4, piece)
         assert plan.arena == engine.runner.tenancy.arena.nbytes
     tensors = plan.arena + plan.transient - (len(ids) * ID_BYTES if piece < len(ids) else 0)
-    assert live.peak == pytest.approx(tensors, rel=0.05)
+    # how long the longest row of a layer gets is not known before: with rows of unequal lengths it is a bound
+    assert (0.95 if cache.policy == "cake" else 0.92) * tensors <= live.peak <= 1.05 * tensors
 
 
 def test_the_plan_of_pieces_within_a_kv_memory_is_the_arena_and_no_less_than_what_is_alive(
     checkpoint: Callable[..., Path],
 ) -> None:
     ids = torch.randint(320, (3000,), generator=torch.Generator().manual_seed(0)).tolist()
-    cache = CacheConfig(kv_memory="3MiB")
+    cache = CacheConfig(policy="cake", kv_memory="3MiB")
     with Engine.load(checkpoint(), random_weights=True, dtype="bfloat16", chunk=128, cache=cache) as engine:
         with LiveBytes() as live:
             engine.generate(ids=ids, max_new_tokens=4, stream_prefill=400)
@@ -318,7 +320,7 @@ FLAGS: dict[str, tuple[list[str], set[str]]] = {
     "--hold-by": (["--decode-policy", "hold", "--hold-by", "g-kv"], {"arena", "total"}),
     "--indicator": (["--indicator", "h2o"], {"chunk", "transient", "total"}),
     "--allocation": (["--allocation", "squeeze"], {"arena", "kept", "total"}),
-    "--merge": (["--merge", "cam"], {"chunk", "transient", "total"}),
+    "--merge": (["--policy", "cake", "--merge", "cam"], {"chunk", "transient", "total"}),
     "--schedule": (["--schedule", "late"], {"arena", "kept", "total"}),
     "--chat": (["--chat"], {"prompt_tokens", "undo"}),
     "--stream-prefill": (
@@ -345,6 +347,8 @@ def test_a_flag_of_plan_changes_the_figures_it_is_about(flag: str, plan: Callabl
     # long enough for the statistics and the budget to count in every figure
     base = [] if flag in ("--max-tokens", "--context", "--rope-scaling", "--chat") else ["--prompt-tokens", "1500"]
     with_flag, without = plan(*arguments) if flag == "--prompt-tokens" else plan(*base, *arguments), plan(*base)
+    if flag == "--merge":  # beside the scores of the default it does not show
+        without = plan(*base, *arguments[:2])
     changed = {name for name in without if without[name] != with_flag[name]} - {"available", "full_cache"}
     assert expected <= changed
     if "prompt_tokens" not in expected:
@@ -364,7 +368,8 @@ def test_the_room_of_a_hold_rule_is_planned_by_its_interval(plan: Callable[..., 
 def test_heads_that_share_as_they_like_take_no_more_and_what_does_not_go_together_is_refused(
     plan: Callable[..., dict[str, Any]], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = [plan(*more) for more in ([], ["--heads", "adaptive"], ["--policy-option", "gamma=10"])]
+    more = ([], ["--heads", "adaptive"], ["--policy-option", "gamma=10"])
+    found = [plan("--policy", "cake", *one) for one in more]
     for one in found:
         del one["available"]  # which is another figure a moment later
     assert found[0] == found[1] == found[2]
@@ -381,8 +386,13 @@ def test_heads_that_share_as_they_like_take_no_more_and_what_does_not_go_togethe
 
 @pytest.mark.parametrize(
     "options",
-    [{"budget": 200}, {"policy": "full"}, {"budget": 200, "decode_policy": "hold"}],
-    ids=["grow", "full", "hold"],
+    [
+        {"budget": 200},
+        {"budget": 200, "policy": "cake"},
+        {"policy": "full"},
+        {"budget": 200, "policy": "cake", "decode_policy": "hold"},
+    ],
+    ids=["ragged", "grow", "full", "hold"],
 )
 def test_the_plan_of_a_conversation_counts_the_rows_that_a_turn_can_be_taken_back_to(
     folder: Path, options: dict[str, Any]
@@ -417,8 +427,8 @@ def test_the_plan_of_a_conversation_counts_the_rows_that_a_turn_can_be_taken_bac
     whole = engine.cache.policy == "full"  # what is held grows on, and the plan is of the second turn
     assert 2 * copied == pytest.approx(plan.undo * (2 if whole else 1), rel=0.06)
     planned = plan.arena + plan.transient + plan.undo
-    # the longest row, by which a layer is staged, is longer than the mean, and nobody knows by how much
-    assert 0.9 * planned < live.peak < (1.6 if whole else 1.1) * planned
+    # the longest row, by which a layer is staged and scored, is longer than the mean, and nobody knows by how much
+    assert 0.9 * planned < live.peak < {"full": 1.6, "auto": 1.25, "cake": 1.1}[engine.cache.policy] * planned
 
 
 def test_plan_of_a_model_a_revision_and_a_device(

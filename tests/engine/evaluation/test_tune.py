@@ -52,11 +52,12 @@ def test_the_best_point_is_written_used_shown_and_can_be_left_out(command, capsy
         ]
 
     monkeypatch.setattr(module, "fidelity", fake)
-    assert command("--tau1", "0.6", "1", "--tau2", "1.4", "--gamma", "50", "200", "--budget", "24") == 0
+    words = ("--tau1", "0.6", "1", "--tau2", "1.4", "--gamma", "50", "200", "--budget", "24")
+    assert command("--policy", "cake", *words) == 0
     assert [count for _, count in measured] == [5, 5], "one prefill for each text, and as it is"
     out = capsys.readouterr()
     assert out.out.index("tau 0.6/1.4, gamma 50") < out.out.index("\nas it is")
-    assert "runs of this model with the policy cake use it from now on" in out.err
+    assert "runs of this model with CAKE's allocation use it from now on" in out.err
     path = command.folder / "cake-tuning.json"
     assert json.loads(path.read_text())["cake"] == [{"budget": 24, "tau1": 0.6, "tau2": 1.4, "gamma": 50.0}]
     engine = Engine.load(command.folder, policy="cake", budget=24, window=8, step="eager")
@@ -65,6 +66,29 @@ def test_the_best_point_is_written_used_shown_and_can_be_left_out(command, capsy
     assert own.generate(TEXT * 3, max_new_tokens=1).stats.policy == "cake tau 2/2 gamma 200"
     off = Engine.load(command.folder, policy="cake", budget=24, window=8, step="eager", tuning="off")
     assert off.generate(TEXT * 3, max_new_tokens=1).stats.policy == "cake tau 1/1 gamma 200"
+
+
+def test_the_default_policy_is_what_is_tuned_and_uses_what_was_found(command, capsys, monkeypatch):
+    fidelity, seen = module.fidelity, set()
+
+    def fake(runner, example, cells, **options):
+        results = fidelity(runner, example, cells, **options)
+        seen.update(cell.policy.describe().split(" tau")[0] for cell in cells)
+        return [
+            Fidelity(0.0, *list(vars(one).values())[1:]) if "tau 0.6/1.4" in cell.policy.describe() else one
+            for one, cell in zip(results, cells, strict=True)
+        ]
+
+    monkeypatch.setattr(module, "fidelity", fake)
+    assert command("--tau1", "0.6", "--tau2", "1.4", "--budget", "24") == 0
+    assert len(seen) == 1
+    engine = Engine.load(command.folder, budget=24, window=8, step="eager")
+    used = engine.generate(TEXT * 3, max_new_tokens=1).stats.policy
+    assert used.startswith("auto tau 0.6/1.4 (tuned)")
+    assert used.split(" tau")[0] in seen
+    capsys.readouterr()
+    assert command("--gamma", "50", "--budget", "24") == 2
+    assert "choose a policy that has it: cake" in capsys.readouterr().err
 
 
 def test_nothing_is_written_where_nothing_is_better(command, capsys):
@@ -110,7 +134,7 @@ def test_the_nearest_budget_is_that_in_log_scale():
     ("words", "message"),
     [
         (["--tau1", "0"], "tau1 must be a number above 0"),
-        (["--gamma", "-1"], "gamma must be"),
+        (["--policy", "cake", "--gamma", "-1"], "gamma must be"),
         (["--budget", "4"], "below the window of 8"),
     ],
 )
