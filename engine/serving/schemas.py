@@ -213,8 +213,8 @@ class Message(BaseModel):
         where = f"messages.{number}"
         if self.role in ("tool", "function") or self.tool_calls or self.function_call:
             raise invalid("tools are not supported by this server", where, "unsupported_parameter")
-        if self.content is None and self.role != "assistant":
-            raise invalid(f"a {self.role} message needs a content", f"{where}.content")
+        if self.content is None and self.role == "user":
+            raise invalid("a user message needs a content", f"{where}.content")
         role = "system" if self.role == "developer" else self.role
         if isinstance(self.content, list):
             return {"role": role, "content": "\n".join(_part(part, where, at) for at, part in enumerate(self.content))}

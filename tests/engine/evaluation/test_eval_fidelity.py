@@ -22,10 +22,12 @@ def command(tmp_path, model_folder):
     rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
 
     def run(*words: str) -> int:
-        line = ["eval", "fidelity", "--rows", str(rows), "--model", str(folder), "--out", str(tmp_path / "out")]
-        line += ["--tokens", "6", "--step", "eager"]
-        line += [] if "--own-windows" in words else ["--window", "8"]
-        line += words
+        line = ["eval", "fidelity", "--model", str(folder), "--out", str(tmp_path / "out"), "--step", "eager", *words]
+        usual = {"--rows": str(rows), "--tokens": "6", "--window": "8"}
+        if "--own-windows" in words:
+            del usual["--window"]
+        for flag, value in usual.items():
+            line += [] if flag in words else [flag, value]
         return cli.main(line, partial(Engine.load))
 
     return run
