@@ -264,6 +264,7 @@ def test_compiled_steps_with_cuts_between_them_are_those_of_plain_torch(
     for step in ("eager", "compiled"):
         runner = make_runner(
             folder,
+            policy="cake",  # whose scores are not nearly equal: a step's last bits decide nothing
             budget=BUDGET,
             window=WINDOW,
             heads="adaptive",

@@ -244,4 +244,4 @@ def test_what_has_no_form_is_refused_and_says_what_has():
         ):
             CacheConfig(**hold, **more)
     with pytest.raises(OptionError, match=r"recascade .* has no form for the option kv_bits"):
-        CacheConfig(**hold, recascade=64)
+        CacheConfig(**hold, policy="cake", recascade=64)

@@ -33,7 +33,14 @@ def test_rows_and_logits_are_those_of_a_masked_float64_model(
     """Each token sees what the rows held when it was fed; what they hold is given up as the definition has it."""
     folder = write_checkpoint(tmp_path / "model", **options)
     runner = make_runner(
-        folder, budget=BUDGET, window=WINDOW, decode_policy="hold", recascade=EVERY, tau1=1.0, tau2=1.0
+        folder,
+        policy="cake",
+        budget=BUDGET,
+        window=WINDOW,
+        decode_policy="hold",
+        recascade=EVERY,
+        tau1=1.0,
+        tau2=1.0,
     )
     new, ids = random_ids(61, seed=1), random_ids(prompt)
     sequence = start(runner, ids, len(new) + 1)
@@ -119,7 +126,7 @@ def preferences(model, columns, total):
 def test_the_compiled_step_slices_as_the_plain_one(tmp_path, write_checkpoint, make_runner, random_ids):
     pytest.importorskip("numba")
     folder = write_checkpoint(tmp_path / "model", head_dim=16)
-    options = {"budget": BUDGET, "window": WINDOW, "decode_policy": "hold", "recascade": EVERY}
+    options = {"policy": "cake", "budget": BUDGET, "window": WINDOW, "decode_policy": "hold", "recascade": EVERY}
     plain, compiled = (make_runner(folder, step=step, **options) for step in ("eager", "compiled"))
     found = []
     for runner in (plain, compiled):
@@ -134,7 +141,7 @@ def test_the_compiled_step_slices_as_the_plain_one(tmp_path, write_checkpoint, m
 
 
 def test_a_conversation_and_its_undo_with_new_slices(model_folder):
-    options = {"step": "eager", "budget": 24, "window": 8, "decode_policy": "hold", "recascade": 5}
+    options = {"policy": "cake", "step": "eager", "budget": 24, "window": 8, "decode_policy": "hold", "recascade": 5}
     engine = Engine.load(model_folder(), **options)
     assert ", recascade 5" in engine.runner.policy(24).describe()
     chat = engine.chat()
@@ -153,6 +160,7 @@ def test_a_conversation_and_its_undo_with_new_slices(model_folder):
         ({"recascade": 5, "decode_policy": "grow"}, "no effect with the decode policy grow"),
         ({"recascade": 5, "policy": "snapkv"}, "no form for the allocation uniform"),
         ({"recascade": 5, "heads": "adaptive"}, "no form for the heads adaptive"),
+        ({"recascade": 5, "policy": "auto"}, "no form for the heads adaptive: take the policy cake"),
         ({"recascade": 5, "indicator": "h2o"}, "no form for the indicator h2o"),
         ({"recascade": 5, "merge": "cam"}, "no form for the merge cam"),
         ({"recascade": 5, "hold_by": "tova"}, "no form for hold by tova"),
@@ -162,11 +170,12 @@ def test_a_conversation_and_its_undo_with_new_slices(model_folder):
 )
 def test_what_cannot_be_sliced_anew_is_refused(options, message):
     with pytest.raises(OptionError, match=message):
-        CacheConfig(**{"decode_policy": "hold", **options})
+        CacheConfig(**{"policy": "cake", "decode_policy": "hold", **options})
 
 
 def test_batches_and_documents_do_without(model_folder):
-    engine = Engine.load(model_folder(), step="eager", budget=24, window=8, decode_policy="hold", recascade=5)
+    options = {"policy": "cake", "budget": 24, "window": 8, "decode_policy": "hold", "recascade": 5}
+    engine = Engine.load(model_folder(), step="eager", **options)
     with pytest.raises(OptionError, match="decoded together"):
         Batch(engine.runner)
     with pytest.raises(OptionError, match="recascade"):
