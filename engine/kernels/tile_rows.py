@@ -134,7 +134,9 @@ def _write_planes(x: Any, scratch: Any, like: Any) -> Any:
     return write_parts
 
 
-@njit(error_model="numpy")
+# Where fastmath is not set, numba takes it from the first caller. With it a vector's sums and factors are joined in
+# another order than those of several, and a unit that is no number is lost.
+@njit(error_model="numpy", fastmath=False)
 def take_in_tiles(x: Any, scratch: Any, memory: Any, like: Any) -> None:
     """Write the planes of vectors `[n, columns]` into their scratch `[n, bytes]`, several also into the memory."""
     vectors, rounds = x.shape[0], x.shape[1] * like.itemsize // LINE
@@ -154,7 +156,7 @@ def block_bytes(rounds: int) -> int:
     return LINE + PLANES * rounds * TILE
 
 
-@njit(error_model="numpy")
+@njit(error_model="numpy", fastmath=False)
 def spread_block(count: int, scratch: Any, rounds: int, target: int, like: Any) -> None:
     """Units and planes of up to 16 vectors, from their scratch to an address; `like` is any fp32 array."""
     stride, source = stride_of(scratch[0]), scratch.ctypes.data
@@ -173,7 +175,7 @@ def unit_at(stride: int) -> int:
     return PLANES * (stride + LINE)
 
 
-@njit(error_model="numpy")  # with fastmath one vector's factors would be multiplied before those of several are
+@njit(error_model="numpy", fastmath=False)
 def tile_rows(
     address: int, scales: int, begin: int, end: int, x: Any, scratch: Any, memory: Any, out: Any, at: int, like: Any
 ) -> None:
@@ -204,7 +206,7 @@ def ahead_of(row_bytes: int) -> int:
     return ROWS * row_bytes if ROWS * row_bytes <= NEAR else AHEAD
 
 
-@njit(error_model="numpy")
+@njit(error_model="numpy", fastmath=False)
 def tile_blocks(
     address: int,
     scales: int,

@@ -10,6 +10,7 @@ from cake_infer.models.quantisation import quantise
 pytest.importorskip("numba", reason="the compiled step needs the extra cpu")
 
 from cake_infer.engine.kernels import digits, matvec, tile_rows, tiles
+from cake_infer.engine.kernels.arithmetic import FASTMATH
 from numba import njit
 
 pytestmark = pytest.mark.skipif(not tiles.SUPPORTED, reason="this CPU has no matrix tiles, or Linux keeps them back")
@@ -18,7 +19,7 @@ LIKE = {"bfloat16": np.zeros(0, np.uint16), "int8": np.zeros(0, np.int8)}
 FORMATS = list(LIKE)
 
 
-@njit
+@njit(fastmath=FASTMATH)  # as the step that calls it is: what says nothing of its own takes this from its caller
 def multiply(address, factors, begin, end, x, notes, out, like):
     tile_rows.begin_tiles(notes[1], x.shape[0], like)
     matvec.take(x, notes, like)

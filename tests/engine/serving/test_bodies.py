@@ -25,11 +25,6 @@ WRONG = {
     "no messages": (CHAT, {}, "messages"),
     "empty messages": (CHAT, {"messages": []}, "messages"),
     "a message of the user without a content": (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content"),
-    "a system message of null": (
-        CHAT,
-        {"messages": [{"role": "system", "content": None}, {"role": "user", "content": "x"}]},
-        "messages.0.content",
-    ),
     "a role that there is not": (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
     "an image": (
         CHAT,
