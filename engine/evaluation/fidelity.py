@@ -11,8 +11,9 @@ from torch import Tensor
 from ...cache.layout import kept_bytes
 from ..prefill import OnChunk
 from ..runner import Runner
+from .kept import Kept
 from .replay import Branches, replay
-from .study import Cell, Kept, Reading, read
+from .study import Cell, Reading, read
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...models.tokenizer import Tokenizer
-from .study import Kept
+from .kept import Kept
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[str], list[int]]:

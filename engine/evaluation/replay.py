@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ...cache.arena import Arena
 from ...models.decoder import Decoder
 from ...models.rope import Rotary
-from .study import Kept
+from .kept import Kept
 
 ROWS_AT_ONCE = 2048  # tokens of all policies together that go through a layer in one product
 

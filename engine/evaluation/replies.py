@@ -17,7 +17,8 @@ from ..prefill import read_through
 from ..runner import Runner
 from ..sequence import Sequence as TextSequence
 from .fidelity import allowed
-from .study import Kept, Reading
+from .kept import Kept
+from .study import Reading
 
 Ended = Callable[[list[int]], bool]
 
