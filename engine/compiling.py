@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .background import Background
-from .kernels import kernels_cached, kernels_kept, mark_cached
+from .kernels import kernels_cached, kernels_kept, locked, mark_cached
 from .stepper import OnWait
 
 log = logging.getLogger(__name__)
@@ -64,9 +64,13 @@ class Compiling:
         log.debug("%s ready in %.2f s", kind, time.perf_counter() - started)
 
     def _compile(self, kind: str, function: Any, signature: tuple[object, ...]) -> None:
-        """Numba compiles, and then saves what it has compiled: on a full disk only the second fails."""
+        """Numba compiles, and then saves what it has compiled: on a full disk only the second fails.
+
+        Of two processes that want the same the second loads what the first has compiled.
+        """
         try:
-            function.compile(signature)
+            with locked(kind):
+                function.compile(signature)
         except OSError as error:
             if signature not in function.overloads:
                 raise

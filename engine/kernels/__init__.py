@@ -10,10 +10,12 @@ import logging
 import shutil
 import tempfile
 import threading
+from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from ...errors import BackendError
 from ...models.embedded import cache_home
@@ -70,9 +72,13 @@ def _load(name: str) -> ModuleType:
         before = numba.config.CACHE_DIR
         numba.config.CACHE_DIR = str(cache_folder())  # read once by each function that is being decorated
         try:
-            return importlib.import_module(f".{name}", __name__)
+            module = importlib.import_module(f".{name}", __name__)
         finally:
             numba.config.CACHE_DIR = before
+        for function in vars(module).values():
+            if isinstance(function, numba.core.dispatcher.Dispatcher):
+                keep_alone(function._cache)
+        return module
 
 
 def kernel_home() -> Path:
@@ -116,6 +122,36 @@ def cache_folder() -> Path:
 def kernels_kept() -> bool:
     """Whether what is compiled now is still there at the next start."""
     return cache_folder().is_relative_to(kernel_home())
+
+
+@contextlib.contextmanager
+def locked(name: str) -> Iterator[None]:
+    """Other processes wait that ask for the lock of this name; where there can be no such lock, nobody does."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            file = stack.enter_context(open(cache_folder() / f"{name}.lock", "ab"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def keep_alone(kept: Any) -> None:
+    """Let one process at a time add to what numba keeps of a function.
+
+    It reads its index, takes a free file name and writes the index: two that did so at once would take the same name,
+    and one kernel could be found under the other's arguments.
+    """
+    save = kept.save_overload
+    if getattr(save, "alone", False):
+        return
+
+    def alone(signature: object, compiled: object) -> None:
+        with locked("index"):
+            save(signature, compiled)
+
+    alone.alone = True  # type: ignore[attr-defined]
+    kept.save_overload = alone
 
 
 def kernels_cached(kind: str) -> bool:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from cake_infer.engine import compiling
+from cake_infer.engine import compiling, kernels
 from cake_infer.engine.compiling import Compiling
 
 numba = pytest.importorskip("numba", reason="the compiled step needs the extra cpu")
@@ -67,3 +70,49 @@ def test_a_compilation_that_fails_is_not_taken_for_one_that_could_not_be_kept(
     with pytest.raises(OSError, match="Input/output"):
         ensure(function)
     assert marked == []
+
+
+def holds(lock: Path) -> bool:
+    """Whether another process would have to wait."""
+    code = "import fcntl, sys; fcntl.flock(open(sys.argv[1], 'ab'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    return b"BlockingIOError" in subprocess.run([sys.executable, "-c", code, lock], capture_output=True).stderr
+
+
+def test_two_processes_do_not_compile_the_same_nor_keep_anything_at_the_same_time(
+    marked: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Numba reads its index of a function, takes a free file name, and writes both: two at once took the same name."""
+    monkeypatch.setattr(kernels, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    function = numba.njit(cache=True)(double)
+    compiler, kept = function._compiler.compile, function._cache._cache_file.save
+    seen = []
+
+    def compile_(*arguments: Any) -> Any:
+        seen.append(("compiles", holds(tmp_path / "double.lock"), holds(tmp_path / "index.lock")))
+        return compiler(*arguments)
+
+    def save(*arguments: Any) -> Any:
+        seen.append(("keeps", holds(tmp_path / "double.lock"), holds(tmp_path / "index.lock")))
+        return kept(*arguments)
+
+    monkeypatch.setattr(function._compiler, "compile", compile_)
+    monkeypatch.setattr(function._cache._cache_file, "save", save)
+    for _ in range(2):  # whoever loads the function again does not lock twice: it would wait for itself
+        kernels.keep_alone(function._cache)
+    assert ensure(function) == [2.0, 4.0]
+    assert seen == [("compiles", True, False), ("keeps", True, True)]
+    assert not holds(tmp_path / "double.lock")
+    assert not holds(tmp_path / "index.lock")
+
+
+@pytest.mark.parametrize("name", ["decode_step", "window_pass", "read_layer", "head"])
+def test_what_is_compiled_for_a_model_is_kept_by_one_process_at_a_time(name: str) -> None:
+    module = {"decode_step": kernels.load_step, "window_pass": kernels.load_window}.get(name, kernels.load_short)()
+    assert getattr(module, name)._cache.save_overload.alone
+
+
+def test_where_nothing_can_be_locked_nobody_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(kernels, "cache_folder", lambda: tmp_path / "missing")
+    with kernels.locked("double"):
+        pass
