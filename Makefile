@@ -3,6 +3,7 @@
 #   make demo PYTHON=python3.12        another Python (3.11 or newer)
 #   make demo VENV=/tmp/cake           another place for the environment
 #   make demo TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'      a build of torch without CUDA
+#   make test ARGS='-x tests/test_cli.py'     part of the tests, in one process; without ARGS all, a process on each core
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -25,7 +26,7 @@ HARNESS := $(VENV)/.installed-harness
 .PHONY: help venv demo test lint types wheel clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n 1,5p
+	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n 1,6p
 
 venv: $(STAMP) ;
 
@@ -45,8 +46,9 @@ $(HARNESS): $(STAMP)
 demo: $(STAMP)
 	$(VENV)/bin/cake-infer --model $(MODEL) --prompt-file $(DOC) --prompt "$$QUESTION" --budget $(BUDGET)
 
+# Who runs out of tests takes over half of another's, so that the last two end together.
 test: $(HARNESS)
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest $(or $(ARGS),--numprocesses=logical --maxprocesses=8 --dist=worksteal)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

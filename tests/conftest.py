@@ -9,6 +9,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
+
+# Where each core has its process of tests, threads would wait for each other. Torch looks once, when it is imported.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
