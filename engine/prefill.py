@@ -205,7 +205,7 @@ def _short_layer(
     assert short is not None
     read = (index, hidden, piece.cos, piece.sin, staged, piece.first)
     wants = inputs is not None and inputs.wants_log_sum_exp and (sliding is None or piece.total <= sliding)
-    if last or short.attends(tokens, staged.keys.shape[1]):
+    if last or short.attends(tokens, staged.held):
         queries, lse = short.layer(*read, last=last)
     else:
         queries = short.before_attention(*read)

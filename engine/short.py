@@ -27,7 +27,7 @@ from .weight_tables import WeightTables, in_lines
 
 MOST_TOKENS = {torch.int8: 192}  # of a piece that is faster here, by how weights are stored; see bench/NOTES.md
 MOST_BYTES = 1 << 20  # of what a product takes of all tokens: it is read again for every 16 rows of a matrix
-MOST_PRODUCTS = 30_000  # of a query and a key, per head, that attention of a token at a time is faster for
+MOST_PRODUCTS = 40_000  # of a query and a key, a head on average, that attention of a token at a time is faster for
 FEW_TOKENS = 32  # that one thread of two works as fast alone
 ALL, BEFORE, AFTER = range(3)  # see kernels/short.py
 PARTS = ("read_layer", "head")
@@ -69,9 +69,10 @@ class ShortPieces:
         """Whether the kernels can be called at once."""
         return self._module is not None
 
-    def attends(self, tokens: int, columns: int) -> bool:
-        """Whether attention of so many tokens over so many columns, with theirs, is faster in `layer` than in torch."""
-        return tokens * (columns - tokens // 2) <= MOST_PRODUCTS
+    def attends(self, tokens: int, held: tuple[int, ...]) -> bool:
+        """Whether attention of so many tokens over themselves and the rows that each KV head has held is faster in
+        `layer` than in torch. Here a row costs its own length; in torch all cost that of the longest."""
+        return tokens * (sum(held) // len(held) + tokens // 2) <= MOST_PRODUCTS
 
     def takes(self, tokens: int, chunk: int) -> bool:
         """Whether a piece of so many tokens, read in chunks of so many, is worked here."""
