@@ -13,7 +13,8 @@ import os
 import sys
 from typing import Any
 
-from setting import TINY, register
+from setting import register
+from shapes import TINY
 
 os.environ.pop("TRITON_INTERPRET", None)
 SHARED = 227 << 10  # bytes of shared memory that a program may have on Hopper
