@@ -127,7 +127,7 @@ def test_extras_and_their_packages_are_those_of_the_package() -> None:
 def test_options_that_are_named_exist() -> None:
     # of pip, of git, and of lm_eval and llm, whose options stand in docs/tools.md
     known = {"--index-url", "--cached", "--tasks", "--limit", "--options", "--usage"}
-    for script in (ROOT / "bench").glob("*.py"):
+    for script in (*(ROOT / "bench").glob("*.py"), ROOT / "tests" / "gpu" / "check.py"):
         known |= set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', script.read_text(encoding="utf-8")))
     known |= {"--apply"}  # _chat_template: a name ends before its underscore
     for command in (None, *COMMANDS):
