@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -54,7 +55,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if message.endswith("expected one argument"):
             message += " (one that begins with - is written behind =, as in --prompt=-1)"
-        raise UsageError(f"{' '.join(message.split())}; see {self.prog} --help")
+        message = re.sub(r"^argument (\S+): must be", r"\1 must be", " ".join(message.split()))
+        raise UsageError(f"{message}; see {self.prog} --help")
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:

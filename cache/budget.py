@@ -10,8 +10,12 @@ from heapq import heapify, heappop, heappush
 from itertools import accumulate
 
 from ..errors import BudgetError
+from ..ranges import POSITIVE, SIZE, Range, shown
 
 DEFAULT_BUDGET = 1024
+MOST_SIZE = "1,048,576 TiB"
+MOST_DIGITS = 30  # of a whole number that is worth reading
+PERCENT = Range(0, 1_000_000, float, above=True)
 
 _LEAST_WEIGHT = 1e-290  # relative to the largest: what is below this cannot be divided by without overflow
 _TOKENS = re.compile(r"[0-9]+")
@@ -39,10 +43,10 @@ class Budget:
             raise BudgetError(
                 "a budget is either a number of tokens or a percentage of the prompt, not both or neither"
             )
-        if self.count is not None and self.count < 1:
-            raise BudgetError(f"a budget of {self.count} tokens keeps nothing: give at least the window, e.g. 1024")
-        if self.percent is not None and not (math.isfinite(self.percent) and self.percent > 0):
-            raise BudgetError(f"a budget of {self.percent:g}% keeps nothing: give a percentage above 0, e.g. 3.2%")
+        if self.count is not None and not POSITIVE.has(self.count):
+            raise BudgetError(f"a budget in tokens {POSITIVE.refusal(self.count)}: give at least the window, e.g. 1024")
+        if self.percent is not None and not PERCENT.has(self.percent):
+            raise BudgetError(f"a budget in percent of the prompt {PERCENT.refusal(self.percent)}: give e.g. 3.2%")
 
     @classmethod
     def parse(cls, value: str | int | Budget) -> Budget:
@@ -53,13 +57,15 @@ class Budget:
             return cls(count=value)
         text = value.strip() if isinstance(value, str) else ""
         if _TOKENS.fullmatch(text):
-            return cls(count=int(text))
+            if len(text.lstrip("0")) > MOST_DIGITS:
+                raise BudgetError(f"a budget in tokens {POSITIVE.refusal(text)}: give at least the window, e.g. 1024")
+            return cls(count=int(text.lstrip("0") or "0"))
         if match := _PERCENT.fullmatch(text):
             return cls(percent=float(match[1]))
         hint = "give tokens (1024) or a percentage of the prompt (3.2%)"
         if (match := _BYTES.fullmatch(text)) and match[2].lower() in _UNITS and match[2]:
             hint += "; a size in bytes goes to the option kv_memory"
-        raise BudgetError(f"cannot read the budget {value!r}: {hint}")
+        raise BudgetError(f"cannot read the budget {shown(value)}: {hint}")
 
     def tokens(self, prompt_tokens: int, window: int = 1) -> int:
         """The budget in tokens for a first prompt of `prompt_tokens`; a percentage is rounded up, to `window` at least.
@@ -104,18 +110,20 @@ def parse_bytes(value: str | int) -> int:
     """Bytes in `"512MiB"`, `"1.5GB"`, `"2g"` or a plain number.
 
     KB, MB, GB, TB are powers of 1000; KiB .. TiB and the single letters k, m, g, t are powers of 1024. Case does not
-    matter. Raises `BudgetError` for anything else, and for sizes below one byte.
+    matter. Raises `BudgetError` for anything else, and for sizes below one byte or above `MOST_SIZE`.
     """
     size: float = -1
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
     elif isinstance(value, str) and (match := _BYTES.fullmatch(value.strip())) and match[2].lower() in _UNITS:
         unit = _UNITS[match[2].lower()]
-        size = int(match[1]) * unit if match[1].isdigit() else float(match[1]) * unit
+        size = (
+            int(match[1].lstrip("0")[: MOST_DIGITS + 1] or "0") * unit if match[1].isdigit() else float(match[1]) * unit
+        )
     if size < 0:
-        raise BudgetError(f"cannot read the size {value!r}: give bytes with a unit, e.g. 512MiB or 1.5GB")
-    if size < 1:
-        raise BudgetError(f"a size of {value!r} has no room for anything: give e.g. 512MiB")
+        raise BudgetError(f"cannot read the size {shown(value)}: give bytes with a unit, e.g. 512MiB or 1.5GB")
+    if not SIZE.least <= size <= SIZE.most:
+        raise BudgetError(f"a size must be between 1 byte and {MOST_SIZE}, not {shown(value)}: give e.g. 512MiB")
     return int(size)
 
 

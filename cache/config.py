@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..errors import BudgetError, OptionError
+from ..ranges import MOST, POSITIVE, Range, check_numbers, shown
 from .budget import DEFAULT_BUDGET, Budget, check_budget, parse_bytes
-from .method import parse_given
+from .method import WIDEST, parse_given
 from .policies import DEFAULT_WINDOW, POLICIES, Choice, choose
 from .schedules import SCHEDULES
 
@@ -18,6 +19,14 @@ KV_GROUP = 32  # slots that are packed together, see quantise.py, which imports 
 PACKED_HOLDS = ("attention", "tova", "cake")  # hold rules by which groups can be compared, and not at every step
 KV_DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_POOL = 5
+NUMBERS = {
+    "window": POSITIVE,
+    "tau1": Range(0, MOST, float, above=True),
+    "tau2": Range(0, MOST, float, above=True),
+    "gamma": Range(0, MOST, float),
+    "pool": Range(1, WIDEST, odd=True),
+    "recascade": POSITIVE,
+}
 
 
 class Unsaid(str):
@@ -73,6 +82,8 @@ class CacheConfig:
     kv_bits: int | None = None
     recascade: int | None = None
 
+    numbers: ClassVar[Mapping[str, Range]] = NUMBERS
+
     def __post_init__(self) -> None:
         _check_choice("policy", self.policy, POLICIES)
         _check_choice("decode policy", self.decode_policy, DECODE_POLICIES)
@@ -80,15 +91,7 @@ class CacheConfig:
             _check_choice("KV dtype", self.kv_dtype, KV_DTYPES)
         if self.schedule is not None:
             _check_choice("schedule", self.schedule, tuple(SCHEDULES))
-        if self.window is not None and (not _is_int(self.window) or self.window < 1):
-            raise OptionError(f"the option window must be a whole number of at least 1 token, not {self.window!r}")
-        for name, tau in (("tau1", self.tau1), ("tau2", self.tau2)):
-            if tau is not None and not (_is_number(tau) and tau > 0):
-                raise OptionError(f"the option {name} must be a number above 0, not {tau!r}")
-        if self.gamma is not None and not (_is_number(self.gamma) and self.gamma >= 0):
-            raise OptionError(f"the option gamma must be a number of at least 0, not {self.gamma!r}")
-        if not _is_int(self.pool) or self.pool < 1 or self.pool % 2 == 0:
-            raise OptionError(f"the pooling width must be an odd whole number of at least 1, not {self.pool!r}")
+        check_numbers(self)
         if self.hold_by is not None and self.decode_policy != "hold":
             raise OptionError(
                 f"the option hold_by has no effect with the decode policy {self.decode_policy}: "
@@ -173,8 +176,8 @@ class CacheConfig:
     def _check_bits(self) -> None:
         if not _is_int(self.kv_bits) or self.kv_bits not in KV_BITS:
             raise OptionError(
-                f"the option kv_bits must be one of {', '.join(map(str, KV_BITS))}, not {self.kv_bits!r}: leave it out "
-                "to keep 16 or 32 bits"
+                f"the option kv_bits must be one of {', '.join(map(str, KV_BITS))}, not {shown(self.kv_bits)}: leave "
+                "it out to keep 16 or 32 bits"
             )
         if self.decode_policy == "hold":
             self._check_packed_hold()
@@ -203,11 +206,6 @@ class CacheConfig:
 
     def _check_recascade(self) -> None:
         """What is measured again must be what CAKE shares by, and rows must hold their lengths one by one."""
-        every = self.recascade
-        if not _is_int(every) or every is None or every < 1:
-            raise OptionError(
-                f"the option recascade must be a whole number of at least 1 new token, not {self.recascade!r}"
-            )
         if self.decode_policy != "hold":
             raise OptionError(
                 f"the option recascade has no effect with the decode policy {self.decode_policy}: "
@@ -259,10 +257,6 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _check_choice(what: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise OptionError(f"unknown {what} {value!r}: choose one of {', '.join(choices)}")
+        raise OptionError(f"unknown {what} {shown(value)}: choose one of {', '.join(choices)}")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from ..errors import OptionError
+from ..ranges import MOST, MOST_TOKENS, Range, shown
 
 Value = int | float | str | None
-LARGEST: dict[type, float] = {int: 2**63 - 1, float: 1e30}  # what an int64 holds; what fp32 can still be multiplied by
+LARGEST: dict[type, float] = {int: MOST_TOKENS, float: MOST}
+WIDEST = 1023  # pooling over neighbours, which takes a step for each two
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,8 @@ class Option:
     """One parameter of a method, `--policy-option NAME=VALUE`.
 
     kind: int, float or str. default: what the paper or its code uses, of that kind or None. least: the smallest value;
-    above: a value that must be exceeded; most: the largest one. odd: only odd numbers. choices: the words that exist.
-    file: the path of a file that must be there.
+    above: a value that must be exceeded; most: the largest one, where that is not what any option can have. odd: only
+    odd numbers. choices: the words that exist. file: the path of a file that must be there.
     """
 
     name: str
@@ -36,38 +37,33 @@ class Option:
 
     def read(self, value: object) -> Value:
         """The value in the option's own kind. Raises OptionError that says what it has to be."""
-        refused = OptionError(f"{self.name} must be {self.wanted()}, not {value!r}")
-        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-            raise refused
         if self.kind is str:
             if not isinstance(value, str) or not value or (self.choices is not None and value not in self.choices):
-                raise refused
+                raise OptionError(f"{self.name} must be {self.wanted()}, not {shown(value)}")
             return value
-        try:
-            number = self.kind(value) if isinstance(value, str) else value
-        except ValueError:
-            raise refused from None
-        if abs(number) > LARGEST[self.kind]:
-            raise OptionError(f"{self.name} must be at most {LARGEST[self.kind]:g}, not {value!r}")
-        if self.kind is int and number != int(number) if math.isfinite(number) else True:
-            raise refused
-        low = (self.least is not None and number < self.least) or (self.above is not None and number <= self.above)
-        if low or (self.most is not None and number > self.most) or (self.odd and number % 2 == 0):
-            raise refused
-        return int(number) if self.kind is int else float(number)
+        if isinstance(value, str):
+            try:
+                return self.range.parse(value)
+            except ValueError as error:
+                raise OptionError(f"{self.name} {error}") from None
+        if self.kind is int and isinstance(value, float) and value.is_integer():
+            value = int(value)
+        self.range.check(self.name, value)
+        assert isinstance(value, (int, float))
+        return self.kind(value)  # type: ignore[no-any-return]
+
+    @property
+    def range(self) -> Range:
+        """The numbers that it may have."""
+        most = LARGEST[self.kind] if self.most is None else self.most
+        least = self.above if self.above is not None else -most if self.least is None else self.least
+        return Range(least, most, self.kind, above=self.above is not None, odd=self.odd)
 
     def wanted(self) -> str:
-        """`a whole number of at least 1`, `one of cake, snapkv`."""
+        """`a whole number between 1 and 1,024`, `one of cake, snapkv`."""
         if self.kind is str:
             return "a word" if self.choices is None else f"one of {', '.join(self.choices)}"
-        words = ("an odd whole number" if self.odd else "a whole number") if self.kind is int else "a number"
-        if self.above is not None:
-            words += f" above {self.above:g}"
-        if self.least is not None:
-            words += f" of at least {self.least:g}"
-        if self.most is not None:
-            words += f"{' and' if self.least is not None or self.above is not None else ' of'} at most {self.most:g}"
-        return words
+        return self.range.wanted()
 
 
 def parse_given(given: Mapping[str, object] | Iterable[str]) -> dict[str, object]:
@@ -79,7 +75,7 @@ def parse_given(given: Mapping[str, object] | Iterable[str]) -> dict[str, object
         name, equals, value = text.partition("=") if isinstance(text, str) else ("", "", "")
         name = name.strip()
         if not equals or not name:
-            raise OptionError(f"cannot read the policy option {text!r}: give NAME=VALUE, e.g. sinks=4")
+            raise OptionError(f"cannot read the policy option {shown(text)}: give NAME=VALUE, e.g. sinks=4")
         if name in found:
             raise OptionError(f"the policy option {name} is given twice")
         found[name] = value.strip()

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import SnapshotError
+from ..ranges import MOST_BYTES, POSITIVE, Range
 
 FORMAT = "cake-infer cache"
 VERSION = 2
@@ -27,6 +28,7 @@ BLANK = "0" * 64
 MARK = b'"checksum":"'  # a quote inside a JSON string is escaped: nothing but the key can spell this
 OURS = b'"format":"cake-infer cache"'  # likewise
 LONGEST_HEADER = 1 << 28
+PLACE = Range(0, MOST_BYTES)
 BLOCK = 1 << 20
 LEFT_S = 3600.0  # after which what was not renamed will not be
 
@@ -121,9 +123,14 @@ def _header(file: BinaryIO, path: str | Path) -> Header:
     try:
         parsed = json.loads(header)
         metadata = parsed.pop("__metadata__")
-        known, version = metadata["format"] == FORMAT, int(metadata["version"])
-        checksum, bits = metadata["checksum"], int(metadata["kv_bits"]) if "kv_bits" in metadata else None
-        ends = [int(tensor["data_offsets"][1]) for tensor in parsed.values()]
+        known, version = metadata["format"] == FORMAT, POSITIVE.parse(metadata["version"])
+        checksum, bits = (
+            metadata["checksum"],
+            int(POSITIVE.parse(metadata["kv_bits"])) if "kv_bits" in metadata else None,
+        )
+        ends = [tensor["data_offsets"][1] for tensor in parsed.values()]
+        if not all(PLACE.has(end) for end in ends):
+            raise ValueError(ends)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         raise SnapshotError(f"{path} is no saved cache: its header is damaged, or another program's") from None
     if not known:

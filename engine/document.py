@@ -13,6 +13,7 @@ from ..cache.config import CacheConfig
 from ..cache.policies import DOCUMENT_POLICY, make_policy
 from ..cache.snapshot import Snapshot, read_snapshot, write_snapshot
 from ..errors import OptionError, PromptError, SnapshotError
+from ..ranges import shown
 from .encoding import check_length, prompt_ids
 from .piece_memory import piece_budget
 from .pieces import ListedPieces
@@ -200,13 +201,13 @@ def question_ids(
     Raises PromptError and OptionError.
     """
     if not isinstance(document, Document):
-        raise OptionError(f"cache is a document that compress or load_document has returned, not {document!r}")
+        raise OptionError(f"cache is a document that compress or load_document has returned, not {shown(document)}")
     if messages is not None:
         raise OptionError("a question to a document is a text or ids: its messages are the document's own")
     if ids is not None:
         return prompt_ids(engine, prompt, None, ids)
     if not isinstance(prompt, str):
-        raise PromptError(f"a question to a document is a text, not {prompt!r}")
+        raise PromptError(f"a question to a document is a text, not {shown(prompt)}")
     check_text(prompt, "the question")
     check_length(engine, prompt, document.tokens)
     read, source, tokenizer = document.snapshot.ids, document.source, engine.text_tokenizer()

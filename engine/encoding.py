@@ -7,6 +7,7 @@ from operator import index
 from typing import TYPE_CHECKING
 
 from ..errors import CakeError, OptionError, PromptError
+from ..ranges import shown
 from .results import Progress
 from .text import check_text
 
@@ -36,7 +37,8 @@ def prompt_ids(
             raise PromptError(f"token ids are whole numbers: {error}") from None
         wrong = [token for token in result if not 0 <= token < engine.config.vocab_size]
         if wrong:
-            raise PromptError(f"token id {wrong[0]} is outside the model's vocabulary of {engine.config.vocab_size}")
+            size = engine.config.vocab_size
+            raise PromptError(f"token id {shown(wrong[0])} is outside the model's vocabulary of {size:,}")
     elif messages is not None:
         for message in messages:
             if isinstance(message, dict) and isinstance(content := message.get("content"), str):
@@ -45,7 +47,7 @@ def prompt_ids(
         result = engine.chat_template().encode(messages)
     else:
         if not isinstance(prompt, str):
-            raise PromptError(f"a prompt is a text (or, for generate, a list of texts), not {prompt!r}")
+            raise PromptError(f"a prompt is a text (or, for generate, a list of texts), not {shown(prompt)}")
         check_text(prompt, "the prompt")
         check_length(engine, prompt)
         result = engine.text_tokenizer().encode(prompt)
@@ -62,7 +64,8 @@ def listed_ids(engine: Engine, prompt: object, number: int, count: int) -> list[
                 return prompt_ids(engine, None, list(prompt), None)
             return prompt_ids(engine, None, None, prompt)
         if not isinstance(prompt, str):
-            raise PromptError(f"each prompt of a list is a text, a list of messages or a list of ids, not {prompt!r}")
+            kinds = "a text, a list of messages or a list of ids"
+            raise PromptError(f"each prompt of a list is {kinds}, not {shown(prompt)}")
         return prompt_ids(engine, prompt, None, None)
     except CakeError as error:
         raise (type(error)(f"prompt {number} of {count}: {error}") if count > 1 else error) from None

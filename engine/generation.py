@@ -5,19 +5,31 @@ Imports no torch: the command line reads its defaults from here.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from ..errors import OptionError
+from ..ranges import COUNT, MOST, Range, check_numbers, shown
 
 Number = TypeVar("Number", int, float)
 
 DEFAULT_MAX_NEW_TOKENS = 512
 LOWEST_TEMPERATURE = 1e-5  # below it a reply is greedy: logits / temperature would leave fp32
 MAX_SEED = 2**64 - 1
+NUMBERS = {
+    "max_new_tokens": COUNT,
+    "temperature": Range(0, MOST, float),
+    "top_k": COUNT,
+    "top_p": Range(0, 1, float, above=True),
+    "min_p": Range(0, 1, float),
+    "repetition_penalty": Range(1 / MOST, MOST, float),
+    "presence_penalty": Range(-2, 2, float),
+    "frequency_penalty": Range(-2, 2, float),
+    "seed": Range(0, MAX_SEED),
+    "logprobs": COUNT,
+}
 
 
 @dataclass(frozen=True)
@@ -52,20 +64,13 @@ class GenerationConfig:
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
 
+    numbers: ClassVar[Mapping[str, Range]] = NUMBERS
+
     def __post_init__(self) -> None:
-        _check_int("max_new_tokens", self.max_new_tokens, 0)
-        _check_float("temperature", self.temperature, 0.0, math.inf, "0 (greedy) or more")
-        _check_int("top_k", self.top_k, 0)
-        _check_float("top_p", self.top_p, 0.0, 1.0, "above 0 and at most 1", low_open=True)
-        _check_float("min_p", self.min_p, 0.0, 1.0, "between 0 and 1")
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "above 0", low_open=True)
-        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0, "between -2 and 2")
-        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "between -2 and 2")
-        _check_int("seed", self.seed, 0, MAX_SEED)
-        _check_int("logprobs", self.logprobs, 0)
+        check_numbers(self)
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stop, (tuple, list)) or not all(isinstance(text, str) for text in stop):
-            raise OptionError(f"the option stop must be a text or a list of texts, not {self.stop!r}")
+            raise OptionError(f"the option stop must be a text or a list of texts, not {shown(self.stop)}")
         if "" in stop:
             raise OptionError("the option stop holds an empty text, which would end every reply at once; leave it out")
         object.__setattr__(self, "stop", tuple(stop))
@@ -92,7 +97,7 @@ def with_options(config: GenerationConfig | None, options: Mapping[str, Any]) ->
     if unknown:
         raise OptionError(f"unknown option {unknown[0]!r}: the options are {', '.join(sorted(known))}")
     if config is not None and not isinstance(config, GenerationConfig):
-        raise OptionError(f"config is a GenerationConfig (a list of them for a list of prompts), not {config!r}")
+        raise OptionError(f"config is a GenerationConfig (a list of them for a list of prompts), not {shown(config)}")
     return replace(config, **options) if config is not None else GenerationConfig(**options)
 
 
@@ -148,22 +153,3 @@ def _first(given: Number | None, file: Number | None, default: Number) -> Number
     if given is not None:
         return given
     return default if file is None else file
-
-
-def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise OptionError(f"the option {name} must be a whole number, not {value!r}")
-    if value < low or (high is not None and value > high):
-        expected = f"{low} or more" if high is None else f"between {low} and {high}"
-        raise OptionError(f"the option {name} must be {expected}, not {value}")
-
-
-def _check_float(name: str, value: object, low: float, high: float, expected: str, *, low_open: bool = False) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise OptionError(f"the option {name} must be a number, not {value!r}")
-    if not math.isfinite(value) or value < low or value > high or (low_open and value == low):
-        raise OptionError(f"the option {name} must be {expected}, not {value}")

@@ -25,6 +25,7 @@ from ..models.packed import as_quantised, load_quantised
 from ..models.separators import separator_ids
 from ..models.tokenizer import Tokenizer
 from ..models.weights import load_decoder, random_decoder
+from ..ranges import Range, shown
 from .attention import choose_attention
 from .attention.choose import Setting
 from .memory_limit import check_download
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 log = logging.getLogger(__name__)
+
+SEED = Range(0, 2**63 - 1)  # of a generator of torch
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -88,7 +91,9 @@ def cache_config(cache: CacheConfig | None, options: dict[str, Any]) -> CacheCon
     if unknown:
         raise OptionError(f"unknown option {unknown[0]!r}: the cache's options are {', '.join(sorted(known))}")
     if cache is not None and not isinstance(cache, CacheConfig):
-        raise OptionError(f"cache is a CacheConfig, not {cache!r}: or give its fields as keywords, as in budget=512")
+        raise OptionError(
+            f"cache is a CacheConfig, not {shown(cache)}: or give its fields as keywords, as in budget=512"
+        )
     given = {name: value for name, value in options.items() if value is not None}
     return replace(cache, **given) if cache is not None else CacheConfig(**given)
 
@@ -128,6 +133,7 @@ def load_engine(
 ) -> Engine:
     """What `Engine.load` says."""
     started = time.perf_counter()
+    SEED.check("weights_seed", weights_seed)
     target = choose_device(options.device)
     check_quant(options.quant, target)
     check_step(options.step, target, cache)

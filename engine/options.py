@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from ..cache.config import CacheConfig
 from ..errors import OptionError
 from ..models.rope_config import parse_scaling
+from ..ranges import COUNT, POSITIVE, Range, check_numbers, shown
 from .generation import GenerationConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -23,7 +24,11 @@ STEPS = ("auto", "compiled", "graph", "eager")
 TUNING = ("auto", "off")
 QUANTS = ("int8", "int4")
 DEFAULT_PIECE = 2048  # tokens of a text that is read in pieces
-MOST_THREADS = 1024  # torch's own pool crashes the process with too many
+NUMBERS = {
+    "threads": Range(1, 1024),  # torch's own pool crashes the process with too many
+    "context": POSITIVE,
+    "chunk": POSITIVE,
+}
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]+)?")
 
 Options = TypeVar("Options")
@@ -51,22 +56,17 @@ class EngineOptions:
     quant: str | None = None
     tuning: str = "auto"
 
+    numbers: ClassVar[Mapping[str, Range]] = NUMBERS
+
     def __post_init__(self) -> None:
-        for name in ("threads", "context", "chunk"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise OptionError(f"the option {name} must be a whole number, not {value!r}")
-            if value is not None and value < 1:
-                raise OptionError(f"the option {name} must be at least 1, not {value}")
-        if self.threads is not None and self.threads > MOST_THREADS:
-            raise OptionError(f"the option threads must be at most {MOST_THREADS:,}, not {self.threads:,}")
+        check_numbers(self)
         choices = {"dtype": DTYPES, "attention": ATTENTION, "step": STEPS, "quant": QUANTS, "tuning": TUNING}
         for name, known in choices.items():
             value = getattr(self, name)
             if value not in known and not (value is None and name in ("dtype", "quant")):
-                raise OptionError(f"the option {name} must be one of {', '.join(known)}, not {value!r}")
+                raise OptionError(f"the option {name} must be one of {', '.join(known)}, not {shown(value)}")
         if self.device is not None and not (isinstance(self.device, str) and _DEVICE.fullmatch(self.device)):
-            raise OptionError(f"the option device must be cpu, cuda or cuda:N, not {self.device!r}")
+            raise OptionError(f"the option device must be cpu, cuda or cuda:N, not {shown(self.device)}")
         if self.quant is not None and self.dtype is not None:
             raise OptionError(
                 f"weights are stored either as {self.quant} or as {self.dtype}: give one of the option quant and "
@@ -83,7 +83,8 @@ def as_it_is(text: str) -> str:
 
 @dataclass(frozen=True)
 class Flag:
-    """What argparse needs for one field; name and default come from the field itself."""
+    """What argparse needs for one field; name and default come from the field itself, and so does `parse` where its
+    dataclass has a range of `numbers` for it."""
 
     help: str
     parse: Callable[[str], Any] = as_it_is
@@ -93,42 +94,19 @@ class Flag:
     repeat: bool = False
 
 
-def token_count(text: str) -> int:
-    """A whole number of tokens, 0 or more; `8192` and `8_192` are the same."""
-    try:
-        count = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if count < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is negative")
-    return count
+def of_range(numbers: Range) -> Callable[[str], Any]:
+    """What reads the numbers of a range, and says of any other text which they are."""
+
+    def read(text: str) -> int | float:
+        try:
+            return numbers.parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
 
 
-def positive_count(text: str) -> int:
-    """A whole number, 1 or more."""
-    count = token_count(text)
-    if count == 0:
-        raise argparse.ArgumentTypeError("0 is too small, the least is 1")
-    return count
-
-
-def number(text: str) -> float:
-    """A finite number."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if value != value or value in (float("inf"), float("-inf")):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
-    return value
-
-
-def whole(text: str) -> int:
-    """A whole number of either sign."""
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+token_count, positive_count = of_range(COUNT), of_range(POSITIVE)
 
 
 def not_empty(text: str) -> str:
@@ -161,8 +139,7 @@ CACHE_FLAGS = {
     ),
     "window": Flag(
         "the last tokens of the prompt, always kept, whose queries vote; default 32, or what the policy's paper takes",
-        positive_count,
-        "N",
+        metavar="N",
     ),
     "decode_policy": Flag(
         "new tokens: grow keeps them all in reserved room, hold overwrites the slots that are wanted least (with "
@@ -181,12 +158,11 @@ CACHE_FLAGS = {
     ),
     "recascade": Flag(
         "with hold: after every N new tokens CAKE's layers share the cache anew, by what the reply attends to",
-        positive_count,
-        "N",
+        metavar="N",
     ),
-    "tau1": Flag("CAKE's allocation: temperature of a layer's dispersion; default by model and budget", number, "X"),
-    "tau2": Flag("CAKE's allocation: temperature of a layer's shift; default by model and budget", number, "X"),
-    "gamma": Flag("policy cake: weight of the variance in a token's score; default 200", number, "X"),
+    "tau1": Flag("CAKE's allocation: temperature of a layer's dispersion; default by model and budget", metavar="X"),
+    "tau2": Flag("CAKE's allocation: temperature of a layer's shift; default by model and budget", metavar="X"),
+    "gamma": Flag("policy cake: weight of the variance in a token's score; default 200", metavar="X"),
     "kv_bits": Flag(
         "pack kept keys and values in 8, 4 or 2 bits, but for the latest tokens",
         positive_count,
@@ -198,28 +174,28 @@ CACHE_FLAGS = {
 }
 
 GENERATION_FLAGS = {
-    "max_new_tokens": Flag("the most tokens to generate; default 512", token_count, "N", name="--max-tokens"),
-    "temperature": Flag("0 is greedy, which is the default where the model asks for nothing else", number, "X"),
-    "top_k": Flag("sample among the K likeliest tokens, 0 for all; default the model's own", token_count, "K"),
-    "top_p": Flag("sample among the likeliest tokens of total probability P; default the model's own", number, "P"),
-    "min_p": Flag("drop tokens less likely than P times the likeliest; default the model's own", number, "P"),
+    "max_new_tokens": Flag("the most tokens to generate; default 512", metavar="N", name="--max-tokens"),
+    "temperature": Flag("0 is greedy, which is the default where the model asks for nothing else", metavar="X"),
+    "top_k": Flag("sample among the K likeliest tokens, 0 for all; default the model's own", metavar="K"),
+    "top_p": Flag("sample among the likeliest tokens of total probability P; default the model's own", metavar="P"),
+    "min_p": Flag("drop tokens less likely than P times the likeliest; default the model's own", metavar="P"),
     "repetition_penalty": Flag(
-        "above 1 makes tokens of prompt and reply less likely; default the model's own", number, "X"
+        "above 1 makes tokens of prompt and reply less likely; default the model's own", metavar="X"
     ),
-    "presence_penalty": Flag("taken off the logit of each token in the reply, 0 is none", number, "X"),
-    "frequency_penalty": Flag("taken off a token's logit for each time it is in the reply, 0 is none", number, "X"),
-    "seed": Flag("for a repeatable text; default a fresh one, shown in the statistics", whole, "N"),
+    "presence_penalty": Flag("taken off the logit of each token in the reply, 0 is none", metavar="X"),
+    "frequency_penalty": Flag("taken off a token's logit for each time it is in the reply, 0 is none", metavar="X"),
+    "seed": Flag("for a repeatable text; default a fresh one, shown in the statistics", metavar="N"),
     "stop": Flag("end the reply before this text; may be given several times", not_empty, "TEXT", repeat=True),
-    "logprobs": Flag("with --json: log-probabilities of each token and the N likeliest", token_count, "N"),
+    "logprobs": Flag("with --json: log-probabilities of each token and the N likeliest", metavar="N"),
 }
 
 ENGINE_FLAGS = {
     "dtype": Flag("number format of the weights; default the checkpoint's", choices=DTYPES),
     "device": Flag("cpu, cuda or cuda:N; default cuda where there is one", metavar="NAME"),
-    "threads": Flag("CPU threads; default one per core", positive_count, "N"),
-    "context": Flag("the most tokens of a conversation; default what the model was made for", positive_count, "N"),
+    "threads": Flag("CPU threads; default one per core", metavar="N"),
+    "context": Flag("the most tokens of a conversation; default what the model was made for", metavar="N"),
     "rope_scaling": Flag("stretch the context: linear:F, dynamic:F or yarn:F", metavar="KIND:F"),
-    "chunk": Flag("tokens read at a time within a layer", positive_count, "N"),
+    "chunk": Flag("tokens read at a time within a layer", metavar="N"),
     "attention": Flag(
         "attention backend: sdpa (torch), flash_attn, triton, or auto: the best that can run", choices=ATTENTION
     ),
@@ -268,7 +244,9 @@ def add_flags(
         if flag.repeat:
             arguments["action"] = "append"
             arguments["default"] = None
-        parser.add_argument(flag_of(field.name), type=flag.parse, **arguments)
+        numbers = cls.numbers.get(field.name)  # type: ignore[attr-defined]
+        parse = flag.parse if numbers is None else of_range(numbers)
+        parser.add_argument(flag_of(field.name), type=parse, **arguments)
 
 
 def from_args(cls: type[Options], args: argparse.Namespace) -> Options:

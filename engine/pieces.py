@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import OptionError, PromptError
 from ..models.stream_encoder import StreamEncoder
+from ..ranges import POSITIVE
 from .encoding import prompt_ids
 from .options import DEFAULT_PIECE
 from .text import check_text
@@ -103,9 +104,8 @@ def piece_size(given: object) -> int | None:
         return None
     if given is True:
         return DEFAULT_PIECE
-    if not isinstance(given, int) or given < 1:
-        raise OptionError(f"stream_prefill is a whole number of tokens, at least 1, not {given!r}")
-    return given
+    POSITIVE.check("the option stream_prefill", given)
+    return cast("int", given)
 
 
 def prompt_pieces(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..cache.snapshot import Snapshot
 from ..errors import SnapshotError
 from ..models.headers import tensor_headers
+from ..ranges import POSITIVE, Range
 from .loading import dtype_name
 from .sequence import QueryRing, Sequence
 
@@ -94,12 +95,14 @@ def unpack(engine: Engine, snapshot: Snapshot, path: str | Path, kind: str, *, f
     if any(not 0 <= token < config.vocab_size for token in snapshot.ids):
         raise SnapshotError(f"{path} is inconsistent: it has token ids that the model does not have")
     try:
-        read, length, kept_by = int(about["read"]), int(about["rotary_length"]), str(about["policy"])
-        budget, window = about["budget"], int(about["window"])
+        read, length, kept_by = about["read"], about["rotary_length"], str(about["policy"])
+        budget, window = about["budget"], about["window"]
+        if not (all(POSITIVE.has(number) for number in (length, window)) and (budget is None or POSITIVE.has(budget))):
+            raise ValueError(length, window, budget)
+        if not Range(0, len(snapshot.ids)).has(read):
+            raise ValueError(read)
         rotary = engine.runner.rotary(length)
         same_frequencies = about["frequencies"] == _frequencies(rotary.key)
-        if not (0 <= read <= len(snapshot.ids) and (budget is None or isinstance(budget, int))):
-            raise ValueError(budget)
     except (LookupError, TypeError, ValueError, OverflowError):
         raise SnapshotError(f"{path} is inconsistent: what it says of its text makes no sense") from None
     if not same_frequencies:

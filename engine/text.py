@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import OptionError, PromptError
+from ..ranges import shown
 
 if TYPE_CHECKING:
     from ..models.tokenizer import Tokenizer
@@ -154,7 +155,7 @@ def check_text(text: str, name: str) -> str:
     Python puts one in the place of a byte that it could not decode (surrogateescape), JSON may spell one out.
     """
     if not isinstance(text, str):
-        raise PromptError(f"{name} must be a text, not {text!r}")
+        raise PromptError(f"{name} must be a text, not {shown(text)}")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

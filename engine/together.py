@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from ..cache.budget import Budget
 from ..cache.layout import ArenaSize, arena_bytes
 from ..errors import ArenaFull, CakeError, OptionError
+from ..ranges import Range
 from .available import available_memory
 from .batch import Batch
 from .document import Document
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from .engine import Engine, Prompt
 
 MOST_TOGETHER = 16
+BATCH = Range(1, 65_536)
 Found = TypeVar("Found")
 
 
@@ -60,8 +62,7 @@ def generate_list(
     """The replies to a list of prompts, checked first, see `Engine.generate`."""
     if piece_size(stream_prefill) is not None:
         raise OptionError("the prompts of a list are read whole: leave the option stream_prefill out, or give one")
-    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-        raise OptionError(f"batch is a whole number of prompts, at least 1, not {batch!r}")
+    BATCH.check("the option batch", batch)
     configs = config if isinstance(config, list) else [config] * len(prompts)
     if len(configs) != len(prompts):
         raise OptionError(f"there are {len(prompts)} prompts and {len(configs)} configs: give one, or one for each")

@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from ..cache.config import CacheConfig
 from ..cache.policies.base import PolicyModel
 from ..cache.tuned import Tuned
 from ..errors import CakeError
 from ..models.config import ModelConfig
 from ..models.embedded import cache_home
+from ..ranges import POSITIVE
 from .whole_file import write_whole
 
 log = logging.getLogger(__name__)
@@ -75,9 +76,10 @@ def _parsed(text: str, path: Path) -> tuple[Tuned, ...]:
         if data["format"] != FORMAT:
             raise CakeError(f"{path} is of another version: remove it, or run `cake-infer tune` again")
         rows = tuple(Tuned(**row) for row in data["cake"])
-        numbers = [(row.budget, row.tau1, row.tau2) for row in rows]
-        good = all(isinstance(n, (int, float)) and math.isfinite(n) and n > 0 for row in numbers for n in row)
-        good &= all(row.gamma is None or (math.isfinite(row.gamma) and row.gamma >= 0) for row in rows)
+        good = all(POSITIVE.has(row.budget) for row in rows)
+        constants = [(row.tau1, row.tau2, 0.0 if row.gamma is None else row.gamma) for row in rows]
+        numbers = [CacheConfig.numbers[name] for name in ("tau1", "tau2", "gamma")]
+        good &= all(own.has(value) for row in constants for own, value in zip(numbers, row, strict=True))
     except (ValueError, KeyError, TypeError, RecursionError):
         good = False
     if not good:

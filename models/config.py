@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ModelNotFound, OptionError, UnsupportedModel
+from ..ranges import COUNT, Range, shown
 from .config_keys import ConfigKeys, read_json_object
 from .rope_config import RopeConfig, parse_scaling, read_rope
 
@@ -34,6 +35,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"bos": None, "eos": (), "pad": None, "context": 32768, "head_dim": 128},
     "gemma": {"bos": 2, "eos": (1,), "pad": 0, "context": 8192, "head_dim": 256},
 }
+# more than any model has: what is made for each layer, head or token is made in time
+LAYERS, HEADS, WIDTH = Range(1, 4096), Range(1, 65_536), Range(1, 2**24)
 # Keys of relatives of these families that change the result; a value that is not neutral is refused by name.
 _FOREIGN_KEYS = (
     "attn_logit_softcapping", "final_logit_softcapping", "logit_softcapping", "logits_soft_cap",
@@ -103,9 +106,9 @@ class ModelConfig:
         family = _family(keys)
         _refuse_foreign(keys)
         defaults = _DEFAULTS[family]
-        hidden_size = keys.integer("hidden_size")
-        num_layers = keys.integer("num_hidden_layers")
-        num_heads = keys.integer("num_attention_heads")
+        hidden_size = keys.integer("hidden_size", None, WIDTH)
+        num_layers = keys.integer("num_hidden_layers", None, LAYERS)
+        num_heads = keys.integer("num_attention_heads", None, HEADS)
         head_dim = _head_dim(keys, family, hidden_size, num_heads)
         stated = keys.integer("max_position_embeddings", keys.integer("max_sequence_length", defaults["context"]))
         rope = read_rope(keys, head_dim, stated)
@@ -113,12 +116,12 @@ class ModelConfig:
         attention_bias = keys.boolean("attention_bias", False)
         return cls(
             model_type=family,
-            vocab_size=keys.integer("vocab_size"),
+            vocab_size=keys.integer("vocab_size", None, WIDTH),
             hidden_size=hidden_size,
-            intermediate_size=keys.integer("intermediate_size"),
+            intermediate_size=keys.integer("intermediate_size", None, WIDTH),
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=keys.integer("num_key_value_heads", num_heads),
+            num_kv_heads=keys.integer("num_key_value_heads", num_heads, HEADS),
             head_dim=head_dim,
             hidden_act=_activation(keys, family),
             rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
@@ -183,7 +186,8 @@ def with_rope_scaling(config: ModelConfig, scaling: str) -> ModelConfig:
         )
     original = rope.original_max_position_embeddings or rope.max_position_embeddings
     if kind == "linear":  # its context is the figure itself, there is no border in its formula
-        scaled = replace(rope, kind=kind, factor=factor, max_position_embeddings=int(original * factor))
+        scaled = replace(rope, kind=kind, factor=factor)
+        scaled = replace(scaled, max_position_embeddings=scaled.stretched(original))
     elif kind == "dynamic":
         scaled = replace(rope, kind=kind, factor=factor)
     else:
@@ -215,8 +219,8 @@ def _refuse_foreign(keys: ConfigKeys) -> None:
         value = keys.values["quantization_config"]
         method = value.get("quant_method", "unknown") if isinstance(value, dict) else value
         raise UnsupportedModel(
-            f"{keys.where}: quantization_config says the weights are quantised ({method}), which is not supported; "
-            "use the original bf16, fp16 or fp32 checkpoint"
+            f"{keys.where}: quantization_config says the weights are quantised ({shown(method)}), which is not "
+            "supported; use the original bf16, fp16 or fp32 checkpoint"
         )
     for key in _FOREIGN_KEYS:
         if keys.values.get(key) not in (None, False, 0, [], {}):
@@ -225,7 +229,7 @@ def _refuse_foreign(keys: ConfigKeys) -> None:
 
 def _head_dim(keys: ConfigKeys, family: str, hidden_size: int, num_heads: int) -> int:
     if "head_dim" in keys:
-        return keys.integer("head_dim")
+        return keys.integer("head_dim", None, HEADS)
     default = _DEFAULTS[family].get("head_dim")
     if default is not None and "head_dim" not in keys.values:
         return int(default)
@@ -258,7 +262,7 @@ def _sliding_windows(keys: ConfigKeys, family: str, num_layers: int) -> tuple[in
     types = keys.texts("layer_types") if "layer_types" in keys else None
     for kind in types or ():
         if kind not in ("full_attention", "sliding_attention"):
-            raise UnsupportedModel(f"{keys.where}: layer_types names {kind!r}, which is not supported")
+            raise UnsupportedModel(f"{keys.where}: layer_types names {shown(kind)}, which is not supported")
     if types is not None and len(types) != num_layers:
         raise UnsupportedModel(f"{keys.where}: layer_types has {len(types)} entries for {num_layers} layers")
     slides = [kind == "sliding_attention" for kind in types] if types is not None else None
@@ -267,7 +271,7 @@ def _sliding_windows(keys: ConfigKeys, family: str, num_layers: int) -> tuple[in
     elif family in ("qwen2", "qwen3"):
         use = keys.boolean("use_sliding_window", slides is not None and any(slides))
         if slides is None:
-            first = keys.integer("max_window_layers", 28, minimum=0)
+            first = keys.integer("max_window_layers", 28, COUNT)
             slides = [use and window is not None and index >= first for index in range(num_layers)]
         elif any(slides) and not use:
             raise keys.refused("use_sliding_window", "true, as layer_types names sliding layers")

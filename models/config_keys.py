@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import UnsupportedModel
+from ..ranges import MOST, MOST_TOKENS, POSITIVE, Range, shown
+
+ABOVE_0, FROM_0 = Range(0, MOST, float, above=True), Range(0, MOST, float)
+TOKEN_ID = Range(-(2**31), MOST_TOKENS)  # a negative one is an old spelling of "none"
 
 
 class ConfigKeys:
@@ -25,28 +28,24 @@ class ConfigKeys:
     def __contains__(self, key: str) -> bool:
         return self.values.get(key) is not None
 
-    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
+    def integer(self, key: str, default: int | None = None, numbers: Range = POSITIVE) -> int:
         value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.refused(key, "an integer")
-        if value < minimum:
-            raise self.refused(key, f"at least {minimum}")
-        return value
+        if not numbers.has(value):
+            raise self.refused(key, numbers.wanted())
+        return value  # type: ignore[no-any-return]
 
     def number(self, key: str, default: float | None = None, *, allow_zero: bool = False) -> float:
         """A finite number above zero, or at least zero with `allow_zero`."""
-        value = self._value(key, default)
-        if not _is_number(value):
-            raise self.refused(key, "a finite number")
-        if value < 0 or (value == 0 and not allow_zero):
-            raise self.refused(key, "at least 0" if allow_zero else "above 0")
+        value, numbers = self._value(key, default), FROM_0 if allow_zero else ABOVE_0
+        if not numbers.has(value):
+            raise self.refused(key, numbers.wanted())
         return float(value)
 
     def numbers(self, key: str) -> tuple[float, ...]:
         """A non-empty list of finite numbers above zero."""
         value = self._value(key, None)
-        if not isinstance(value, list) or not value or not all(_is_number(item) and item > 0 for item in value):
-            raise self.refused(key, "a list of numbers above 0")
+        if not isinstance(value, list) or not value or not all(ABOVE_0.has(item) for item in value):
+            raise self.refused(key, f"a list, and each item of it {ABOVE_0.wanted()}")
         return tuple(float(item) for item in value)
 
     def boolean(self, key: str, default: bool) -> bool:
@@ -78,7 +77,7 @@ class ConfigKeys:
         """One token id; absent without a default, or negative (an old spelling of "none"), reads as None."""
         if key not in self and default is None:
             return None
-        value = self.integer(key, default, minimum=-(2**31))
+        value = self.integer(key, default, TOKEN_ID)
         return value if value >= 0 else None
 
     def token_ids(self, key: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
@@ -87,15 +86,15 @@ class ConfigKeys:
             return default
         value = self.values[key]
         items = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
-            raise self.refused(key, "a token id or a list of token ids")
+        if not all(TOKEN_ID.has(item) for item in items):
+            raise self.refused(key, f"a token id or a list of token ids, {TOKEN_ID.wanted()}")
         return tuple(dict.fromkeys(item for item in items if item >= 0))
 
     def refused(self, key: str, wanted: str) -> UnsupportedModel:
         """The error for a key whose value is not `wanted`."""
         if key not in self:
             return UnsupportedModel(f"{self.where}: {key} is missing; it must be {wanted}")
-        return UnsupportedModel(f"{self.where}: {key} is {self.values[key]!r}; it must be {wanted}")
+        return UnsupportedModel(f"{self.where}: {key} is {shown(self.values[key])}; it must be {wanted}")
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.values.get(key)
@@ -117,7 +116,3 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UnsupportedModel(f"{path} holds a JSON {type(value).__name__}; it must hold an object")
     return value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import UnsupportedModel, WeightsError
+from ..ranges import MOST, Range, shown
 from .gguf_file import GgufFile
 from .gguf_rope import rope_scaling
 
+NUMBER = Range(-MOST, MOST, float)
 _CLASSES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -114,13 +116,13 @@ def _number(file: GgufFile, key: str, default: float | None) -> float:
         if len(set(value)) != 1:
             raise UnsupportedModel(f"{file.path}: {file.architecture}.{key} differs from layer to layer")
         value = value[0]
-    if isinstance(value, str) or not value == value:
-        raise WeightsError(f"{file.path}: metadata {file.architecture}.{key} = {value!r} is not a number")
+    if not NUMBER.has(value):
+        raise WeightsError(f"{file.path}: metadata {file.architecture}.{key} = {shown(value)} is not {NUMBER.wanted()}")
     return float(value)
 
 
 def _integer(file: GgufFile, key: str, default: int | None = None) -> int:
     value = _number(file, key, default)
-    if value != int(value) or value < (0 if default is not None else 1):
+    if not value.is_integer() or value < (0 if default is not None else 1):
         raise WeightsError(f"{file.path}: metadata {file.architecture}.{key} = {value!r} is not a count")
     return int(value)

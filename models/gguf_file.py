@@ -70,7 +70,7 @@ class GgufFile:
             raise WeightsError(
                 f"{path}: not a complete, readable GGUF file ({_one_line(error)}): download it again"
             ) from error
-        if int(self.metadata.get("split.count") or 1) > 1:
+        if self.metadata.get("split.count", 1) not in (0, 1):
             raise UnsupportedModel(
                 f"{path} is one part of a split GGUF: join the parts with `llama-gguf-split --merge`"
             )

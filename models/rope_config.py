@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import OptionError, UnsupportedModel
+from ..ranges import MOST_TOKENS, Range, shown
 from .config_keys import ConfigKeys
 
 _SCALED_BY_FACTOR = ("linear", "dynamic", "yarn")  # a factor says it all
@@ -21,6 +21,7 @@ _KIND_KEYS: dict[str, set[str]] = {
     "longrope": {"attention_factor", "short_factor", "long_factor"},
 }
 ROPE_KINDS = tuple(_KIND_KEYS)
+FACTOR = Range(1, 1_000_000, float)  # beyond it is a context that no memory holds
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ class RopeConfig:
             raise UnsupportedModel(f"head_dim is {self.head_dim}; rotary embeddings need an even number")
         if self.kind == "dynamic" and self.head_dim < 4:
             raise UnsupportedModel(f"head_dim is {self.head_dim}; the dynamic rope kind needs at least 4")
-        if self.factor < 1.0 or not math.isfinite(self.factor):
-            raise UnsupportedModel(f"rope factor is {self.factor:g}; it must be at least 1")
+        if not FACTOR.has(self.factor):
+            raise UnsupportedModel(f"rope factor is {self.factor:g}; it must be {FACTOR.wanted()}")
         if self.kind in ("llama3", "yarn", "longrope") and self.original_max_position_embeddings is None:
             raise UnsupportedModel(f"rope kind {self.kind} needs original_max_position_embeddings")
         if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
@@ -73,10 +74,14 @@ class RopeConfig:
     def context(self) -> int:
         """Tokens the model can read: the config's figure, or what a scaling that starts from it reaches."""
         if self.kind == "dynamic":
-            return int(self.max_position_embeddings * self.factor)
+            return self.stretched(self.max_position_embeddings)
         if self.kind == "yarn" and self.original_max_position_embeddings is not None:
-            return max(self.max_position_embeddings, int(self.original_max_position_embeddings * self.factor))
+            return max(self.max_position_embeddings, self.stretched(self.original_max_position_embeddings))
         return self.max_position_embeddings
+
+    def stretched(self, length: int) -> int:
+        """A length times the factor, as far as positions can be told apart."""
+        return min(int(length * self.factor), MOST_TOKENS)
 
 
 def read_rope(keys: ConfigKeys, head_dim: int, max_position_embeddings: int) -> RopeConfig:
@@ -114,8 +119,8 @@ def read_rope(keys: ConfigKeys, head_dim: int, max_position_embeddings: int) -> 
         stretched = None if original is None else max(1.0, max_position_embeddings / original)
         derived = stretched if kind == "longrope" or (kind == "yarn" and "factor" in inner) else None
         fields["factor"] = rope.number("factor", derived)
-        if fields["factor"] < 1.0:
-            raise rope.refused("factor", "at least 1")
+        if not FACTOR.has(fields["factor"]):
+            raise rope.refused("factor", FACTOR.wanted())
     if kind == "llama3":
         fields |= {key: rope.number(key) for key in ("low_freq_factor", "high_freq_factor")}
     if kind == "yarn":
@@ -147,12 +152,9 @@ def _rope_dict(keys: ConfigKeys) -> tuple[Mapping[str, Any], str]:
     return inner, f"{keys.where}: {name}"
 
 
-_LARGEST_FACTOR = 1e6  # a context that no memory holds
-
-
 def parse_scaling(scaling: str) -> tuple[str, float]:
     """Kind and factor of `KIND:FACTOR`. Raises OptionError unless it is linear, dynamic or yarn by 1 or more."""
-    kind, separator, number = str(scaling).strip().partition(":")
+    kind, _, number = str(scaling).strip().partition(":")
     kind = kind.strip().lower()
     if kind in ROPE_KINDS and kind not in _SCALED_BY_FACTOR:
         raise OptionError(
@@ -160,11 +162,11 @@ def parse_scaling(scaling: str) -> tuple[str, float]:
             f"by factor: {', '.join(_SCALED_BY_FACTOR)}"
         )
     if kind not in _SCALED_BY_FACTOR:
-        raise OptionError(f"rope scaling kind {kind!r} is unknown; use one of {', '.join(_SCALED_BY_FACTOR)}")
+        raise OptionError(f"rope scaling kind {shown(kind)} is unknown; use one of {', '.join(_SCALED_BY_FACTOR)}")
     try:
-        factor = float(number)
+        return kind, float(FACTOR.parse(number))
     except ValueError:
-        factor = math.nan
-    if not separator or not 1.0 <= factor <= _LARGEST_FACTOR:
-        raise OptionError(f"rope scaling {scaling!r} must be KIND:FACTOR with a factor of at least 1, such as yarn:4")
-    return kind, factor
+        raise OptionError(
+            f"rope scaling {shown(scaling)} must be KIND:FACTOR, such as yarn:4, with a factor that is "
+            f"{FACTOR.wanted()}"
+        ) from None

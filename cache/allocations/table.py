@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...errors import OptionError
+from ...ranges import MOST, Range, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from ..view import LayerView
 
 Rows = tuple[tuple[float, ...], ...]
+NUMBER = Range(-MOST, MOST, float)
 
 
 @dataclass(frozen=True)
@@ -108,10 +110,10 @@ def _from_heads(content: dict[str, Any], path: Path) -> list[list[Any]]:
     rows: dict[int, dict[int, Any]] = {}
     for name, value in content.items():
         layer, dash, head = name.partition("-")
-        if not (dash and layer.isdecimal() and head.isdecimal()):
-            raise OptionError(f"the table {path} has the key {name!r}: expected layer-head, such as 0-3")
+        if not (dash and all(number.isdecimal() and len(number) < 10 for number in (layer, head))):
+            raise OptionError(f"the table {path} has the key {shown(name)}: expected layer-head, such as 0-3")
         scores = value if isinstance(value, list) else [value]
-        known = scores and all(isinstance(one, (int, float)) for one in scores)
+        known = scores and all(NUMBER.has(one) for one in scores)
         rows.setdefault(int(layer), {})[int(head)] = sum(scores) / len(scores) if known else None
     if any(sorted(heads) != list(range(len(heads))) for heads in rows.values()) or sorted(rows) != list(
         range(len(rows))
@@ -122,11 +124,7 @@ def _from_heads(content: dict[str, Any], path: Path) -> list[list[Any]]:
 
 def _checked(content: Any, path: Path) -> Rows:
     rows = [row if isinstance(row, list) else [row] for row in content] if isinstance(content, list) else []
-    numbers = all(
-        isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        for row in rows
-        for value in row
-    )
+    numbers = all(NUMBER.has(value) for row in rows for value in row)
     if not rows or not numbers or len({len(row) for row in rows}) != 1 or not rows[0]:
         raise OptionError(f"the table {path} must have one finite number for each layer, or one for each of its heads")
     return tuple(tuple(float(value) for value in row) for row in rows)

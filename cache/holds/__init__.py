@@ -4,7 +4,7 @@ what looks at each step in another way runs in plain torch."""
 
 from __future__ import annotations
 
-from ..method import Method, Option
+from ..method import WIDEST, Method, Option
 
 WINDOW = ("window_queries",)
 INTERVAL = Option("interval", 128, "new tokens between two cuts", int, least=1)
@@ -53,7 +53,18 @@ HOLDS = {
             (),
             "a sort of each row",
             "CAKE's code, Qin et al., ICLR 2025, arXiv 2503.12491",
-            (Option("pool", 5, "odd width of the average over neighbouring positions", int, least=1, odd=True), EACH),
+            (
+                Option(
+                    "pool",
+                    5,
+                    "odd width of the average over neighbouring positions",
+                    int,
+                    least=1,
+                    most=WIDEST,
+                    odd=True,
+                ),
+                EACH,
+            ),
         ),
         Method(
             "streaming-llm",
@@ -91,7 +102,15 @@ HOLDS = {
                 Option("votes", 8, "last queries that vote", int, least=1),
                 share("mix", 0.1, "weight of importance against redundancy"),
                 share("alike", 0.5, "cosine above which the latest like key stands for the others"),
-                Option("pool", 7, "odd width of the maximum over neighbouring positions", int, least=1, odd=True),
+                Option(
+                    "pool",
+                    7,
+                    "odd width of the maximum over neighbouring positions",
+                    int,
+                    least=1,
+                    most=WIDEST,
+                    odd=True,
+                ),
             ),
         ),
     )

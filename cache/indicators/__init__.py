@@ -4,15 +4,15 @@ policy is made. docs/methods.md says where the authors' code differs.
 
 from __future__ import annotations
 
-from ..method import Method, Option
+from ..method import WIDEST, Method, Option
 
 WINDOW = ("window_queries",)
 W_N = "w n products per query head"
-POOL = Option("pool", 7, "odd width of the pooling over neighbouring positions", int, least=1, odd=True)
-AVERAGE = Option("pool", 5, "odd width of the average over neighbouring positions", int, least=1, odd=True)
+POOL = Option("pool", 7, "odd width of the pooling over neighbouring positions", int, least=1, most=WIDEST, odd=True)
+AVERAGE = Option("pool", 5, "odd width of the average over neighbouring positions", int, least=1, most=WIDEST, odd=True)
 SINKS = Option("sinks", 4, "first tokens that are always kept", int, least=0)
-AHEAD = Option("ahead", 512, "positions to come over which the rotation is averaged", int, least=1)
-SEED = Option("seed", 0, "of the random choice", int, least=0)
+AHEAD = Option("ahead", 512, "positions to come over which the rotation is averaged", int, least=1, most=2**17)
+SEED = Option("seed", 0, "of the random choice", int, least=0, most=2**63 - 1)
 
 
 def share(name: str, default: float, help: str) -> Option:
@@ -192,7 +192,7 @@ PLAIN = (
             Option("rows", 16, "last queries that vote", int, least=1),
             Option("walk", 3, "newest rows of the walk", int, least=1),
             Option("mix", 0.5, "weight of the walk", least=0),
-            Option("draws", 5, "draws of a block's key; many tend to the choice by weight", int, least=1),
+            Option("draws", 5, "draws of a block's key; many tend to the choice by weight", int, least=1, most=20_000),
             SEED,
         ),
     ),

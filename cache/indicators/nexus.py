@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from ..joined import SharedPositions
-from ..noise import uniform_noise
+from ..noise import noise_tiles
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,8 +46,13 @@ class NexusIndicator:
         block = shared.positions // self.block
         index = torch.unique(block, return_inverse=True)
         weight = self.weights(view, shared, index[1], len(index[0]))
-        noise = uniform_noise(self.seed, view.layer, self.draws, int(block[-1]) + 1)[:, index[0].cpu()]
-        key = torch.logsumexp(noise.log().to(weight.device) / weight, 0) - math.log(self.draws)
+        there = index[0].cpu()
+        parts = []
+        for first, noise in noise_tiles(self.seed, view.layer, self.draws, int(block[-1]) + 1):
+            mine = there[(there >= first) & (there < first + noise.shape[1])]
+            own = weight[len(there[there < first]) :][: len(mine)]
+            parts.append(torch.logsumexp(noise[:, mine - first].log().to(weight.device) / own, 0))
+        key = torch.cat(parts) - math.log(self.draws)
         key = torch.where(index[0] == 0, torch.full_like(key, math.inf), key)
         return shared.spread(view, key.float()[index[1]])
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...errors import OptionError
-from ..evaluation.haystack import Hunt, Needle, haystack, hide, magic_numbers, sentences
+from ...ranges import Range
+from ..evaluation.haystack import CITIES, Hunt, Needle, haystack, hide, magic_numbers, sentences
 from ..evaluation.rows import Row
 from ..evaluation.summary import Measure, summarise
-from ..options import not_empty, positive_count
+from ..options import not_empty, of_range, positive_count
 from .comparison import Comparison, add_comparison_arguments, comparison_conflict
 from .comparison_run import Records, Setting, budget_table, compare, publish
 from .console import Console
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from ..prefill import OnChunk
 
 MEASURES = (Measure("score", "found (%)", 1, lower=False, scale=100.0),)
+MOST_REPEATS = 1000
 LENGTHS, DEPTHS = (1024, 2048, 4096), (0, 25, 50, 75, 100)
 BEFORE = "Read the text and answer the question after it.\n\n"
 OWN = ("needle", "needle_question", "needle_answer")
@@ -49,13 +51,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--depths",
         metavar="PERCENT",
         nargs="+",
-        type=depth,
+        type=of_range(Range(0, 100, float)),
         default=list(DEPTHS),
         help=f"where the first needle is, 0 to 100 (default {' '.join(map(str, DEPTHS))})",
     )
-    group.add_argument("--needles", metavar="N", type=positive_count, default=1, help="built-in needles (default 1)")
     group.add_argument(
-        "--repeats", metavar="N", type=positive_count, default=1, help="haystacks of each length and depth (default 1)"
+        "--needles", metavar="N", type=of_range(Range(1, len(CITIES))), default=1, help="built-in needles (default 1)"
+    )
+    group.add_argument(
+        "--repeats",
+        metavar="N",
+        type=of_range(Range(1, MOST_REPEATS)),
+        default=1,
+        help="haystacks of each length and depth (default 1)",
     )
     group.add_argument(
         "--needle", metavar="TEXT", type=not_empty, help="a needle of your own; with both of the next two"
@@ -74,17 +82,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--raw", action="store_true", help="no chat template")
     add_comparison_arguments(parser)
     add_output_arguments(parser.add_argument_group("output"))
-
-
-def depth(text: str) -> float:
-    """0 to 100."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 100:
-        raise argparse.ArgumentTypeError(f"{text!r} is no depth from 0 to 100 percent")
-    return value
 
 
 def conflict(args: argparse.Namespace, given: set[str]) -> str | None:

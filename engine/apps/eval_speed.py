@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...errors import CakeError
+from ...ranges import Range
 from ..evaluation.combination import PARTS, Combination
 from ..evaluation.ledger import Ledger, open_ledger
 from ..evaluation.summary import Measure, summarise
-from ..options import positive_count
+from ..options import of_range, positive_count
 from .comparison import KEY, Comparison, add_comparison_arguments, comparison_conflict, console_progress
 from .comparison_run import budget_table, publish
 from .console import Console
@@ -30,14 +31,6 @@ MEASURES = (
 ENGINE = ("dtype", "device", "threads", "context", "rope_scaling", "chunk", "attention", "step", "quant", "kv_dtype")
 
 
-def repeats(text: str) -> int:
-    """A number of runs whose results can be listed."""
-    count = positive_count(text)
-    if count > MOST_REPEATS:
-        raise argparse.ArgumentTypeError(f"{text} is too large, the most is {MOST_REPEATS:,}")
-    return count
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this command."""
     group = parser.add_argument_group("runs")
@@ -50,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="random prompt tokens (default 2048)",
     )
     group.add_argument("--tokens", metavar="N", type=positive_count, default=64, help="tokens of a reply (default 64)")
-    group.add_argument("--repeats", metavar="N", type=repeats, default=3, help="runs of each (default 3)")
+    group.add_argument(
+        "--repeats", metavar="N", type=of_range(Range(1, MOST_REPEATS)), default=3, help="runs of each (default 3)"
+    )
     add_comparison_arguments(parser)
     add_output_arguments(parser.add_argument_group("output"))
 

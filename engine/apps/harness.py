@@ -258,17 +258,14 @@ class CakeLM(TemplateLM):  # type: ignore[misc]
 
 
 def _batch_size(asked: int | str | None, most: int | None) -> int:
-    from ..together import MOST_TOGETHER
+    from ..together import BATCH, MOST_TOGETHER
 
     if asked is None or (isinstance(asked, str) and asked.startswith("auto")):
         return min(MOST_TOGETHER, most or MOST_TOGETHER)
     try:
-        size = int(asked)
-    except ValueError:
-        raise OptionError(f"batch_size is a whole number or auto, not {asked!r}") from None
-    if size < 1:
-        raise OptionError(f"batch_size is at least 1, not {size}")
-    return size
+        return int(BATCH.parse(str(asked)))
+    except ValueError as error:
+        raise OptionError(f"batch_size is auto, or {str(error).removeprefix('must be ')}") from None
 
 
 def _device(asked: str | None) -> str | None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...cache.config import CacheConfig
 from ...errors import PromptError
+from ...ranges import Range
 from ..generation import DEFAULT_MAX_NEW_TOKENS, GenerationConfig
-from ..options import GENERATION_FLAGS, EngineOptions, add_flags, from_args, positive_count
+from ..options import GENERATION_FLAGS, EngineOptions, add_flags, from_args, of_range, positive_count
 from .console import Console
 from .loading import (
     DEFAULT_MODEL,
@@ -55,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     length.add_argument(
         "--batch",
         metavar="N",
-        type=positive_count,
+        type=of_range(Range(1, MOST_PROMPTS)),
         default=1,
         help="how many such prompts are decoded together, as far as --kv-memory has room for them (default 1)",
     )
@@ -78,8 +79,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def conflict(args: argparse.Namespace, given: set[str]) -> str | None:
     """Why these flags do not go together, or None."""
-    if args.batch > MOST_PROMPTS:
-        return f"--batch must be at most {MOST_PROMPTS:,}, not {args.batch:,}"
     if args.chat and args.batch > 1:
         return "--chat is one conversation: leave --batch out"
     if args.stream_prefill is not None:

@@ -90,6 +90,9 @@ def prompt_conflict(args: argparse.Namespace) -> str | None:
 
 def random_ids(engine: Engine, count: int, seed: int) -> list[int]:
     """`count` ids drawn evenly from the vocabulary, control tokens left out."""
+    from ..fitting import room_for_reply
+
+    room_for_reply(count, 0, engine.context)  # before so many are drawn
     special = engine.tokenizer.special_ids if engine.tokenizer is not None else frozenset(engine.config.eos_token_ids)
     ordinary = [token for token in range(engine.config.vocab_size) if token not in special]
     return random.Random(seed).choices(ordinary, k=count)

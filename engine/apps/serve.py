@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ...errors import CakeError, OptionError
 from ..generation import GenerationConfig
-from ..options import Flag, add_flags, from_args, not_empty, number, positive_count, token_count
+from ..options import Flag, add_flags, from_args, not_empty
 from ..serving.options import ServeOptions
 from .console import Console
 from .loading import (
@@ -36,28 +36,28 @@ SERVE_FLAGS = {
     "host": Flag(
         "the address to listen on; others than this machine's own need a key", parse=not_empty, metavar="ADDRESS"
     ),
-    "port": Flag("the port; 0 is any that is free", token_count, "N"),
+    "port": Flag("the port; 0 is any that is free", metavar="N"),
     "api_key": Flag(
         f"what clients must send as a bearer token; better in the variable {KEY_VARIABLE}, which no list of processes "
         "shows",
         not_empty,
         "KEY",
     ),
-    "parallel": Flag("replies that are decoded together at most", positive_count, "N"),
-    "queue": Flag("how many more may wait; further ones are told to come back (429)", token_count, "N"),
+    "parallel": Flag("replies that are decoded together at most", metavar="N"),
+    "queue": Flag("how many more may wait; further ones are told to come back (429)", metavar="N"),
     "arena": Flag(
         "KV memory of all replies together (2GiB); default what --parallel of the longest take, or what is free",
         metavar="SIZE",
     ),
-    "slice": Flag("seconds for which a prompt is read before the running replies go on", number, "S"),
-    "max_body": Flag("bytes of a request at most", positive_count, "BYTES"),
-    "max_prompt": Flag("tokens of a prompt at most; default what the context allows", positive_count, "N"),
-    "documents": Flag("uploaded documents at most", token_count, "N"),
-    "document_bytes": Flag("bytes of the keys and values of all documents at most", token_count, "BYTES"),
-    "connections": Flag("open connections at most; further ones get 503", positive_count, "N"),
-    "backlog": Flag("pieces of a stream that wait for a client at most; a slower one is dropped", positive_count, "N"),
-    "patience": Flag("seconds in which a client must send its request, or take what it is sent", number, "S"),
-    "grace": Flag("seconds that running replies get when the server is stopped", number, "S"),
+    "slice": Flag("seconds for which a prompt is read before the running replies go on", metavar="S"),
+    "max_body": Flag("bytes of a request at most", metavar="BYTES"),
+    "max_prompt": Flag("tokens of a prompt at most; default what the context allows", metavar="N"),
+    "documents": Flag("uploaded documents at most", metavar="N"),
+    "document_bytes": Flag("bytes of the keys and values of all documents at most", metavar="BYTES"),
+    "connections": Flag("open connections at most; further ones get 503", metavar="N"),
+    "backlog": Flag("pieces of a stream that wait for a client at most; a slower one is dropped", metavar="N"),
+    "patience": Flag("seconds in which a client must send its request, or take what it is sent", metavar="S"),
+    "grace": Flag("seconds that running replies get when the server is stopped", metavar="S"),
 }
 NO_DEFAULT = ("seed", "stop", "logprobs")  # of a reply: a request says it, or nobody
 

@@ -15,7 +15,7 @@ from ...errors import PromptError
 from ..evaluation.bootstrap import Interval, bootstrap, paired
 from ..evaluation.combination import budgets
 from ..evaluation.table import show
-from ..options import not_empty, number, positive_count
+from ..options import not_empty, of_range, positive_count
 from .comparison import SHARED, add_window_argument
 from .console import Console
 from .loading import Load, add_model_arguments, add_output_arguments, open_engine
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             dest=f"{name}s",
             metavar="X",
             nargs="+",
-            type=number,
+            type=of_range(CacheConfig.numbers[name]),
             default=list(TAUS),
             help=f"values of {name} to try (default {' '.join(map(str, TAUS))})",
         )
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="gammas",
         metavar="X",
         nargs="+",
-        type=number,
+        type=of_range(CacheConfig.numbers["gamma"]),
         help="values of gamma to try, with --policy cake or critical-cake; without, gamma stays what it is",
     )
     add_window_argument(group)

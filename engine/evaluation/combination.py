@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ...cache.budget import Budget
 from ...cache.config import KV_BITS, CacheConfig
 from ...errors import OptionError
+from ...ranges import POSITIVE, shown
 
 if TYPE_CHECKING:
     from ..runner import Runner
@@ -36,15 +37,15 @@ class Combination:
         for change in changes:
             key, equals, value = (piece.strip() for piece in change.partition("="))
             if not key or not equals or not value:
-                raise OptionError(f"cannot read the policy {text!r}: give NAME or NAME,PART=NAME,OPTION=VALUE")
+                raise OptionError(f"cannot read the policy {shown(text)}: give NAME or NAME,PART=NAME,OPTION=VALUE")
             if key in parts or key in options:
-                raise OptionError(f"the policy {text!r} gives {key} twice")
+                raise OptionError(f"the policy {shown(text)} gives {key} twice")
             (parts if key in PARTS else options)[key] = value
         pieces = options.pop("pieces", None)
         bits = options.pop("kv_bits", None)
         hold_by, recascade = options.pop("hold_by", None), options.pop("recascade", None)
         if bits is not None and bits not in [str(known) for known in KV_BITS]:
-            raise OptionError(f"the policy {text!r} has no known kv_bits: {', '.join(map(str, KV_BITS))} are")
+            raise OptionError(f"the policy {shown(text)} has no known kv_bits: {', '.join(map(str, KV_BITS))} are")
         config = CacheConfig(
             policy=name,
             window=window,  # type: ignore[arg-type]
@@ -52,7 +53,7 @@ class Combination:
             kv_bits=None if bits is None else int(str(bits)),
             decode_policy="grow" if hold_by is None and recascade is None else "hold",
             hold_by=None if hold_by is None else str(hold_by),
-            recascade=int(str(recascade)) if str(recascade).isdecimal() else recascade,  # type: ignore[arg-type]
+            recascade=None if recascade is None else _tokens(text, "recascade", recascade),
             **parts,  # type: ignore[arg-type]
         )
         piece = options_piece(text, pieces, config)
@@ -63,11 +64,17 @@ def options_piece(text: str, pieces: object, config: CacheConfig) -> int | None:
     """The tokens of a piece. Raises OptionError."""
     if pieces is None:
         return None
-    if not str(pieces).isdecimal() or int(str(pieces)) < 1:
-        raise OptionError(f"the policy {text!r} has pieces that are no whole number of tokens, at least 1")
+    piece = _tokens(text, "pieces", pieces)
     if config.policy == "full" or config.kv_bits is not None:
-        raise OptionError(f"the policy {text!r} is not compared in pieces: leave them out, or take one that evicts")
-    return int(str(pieces))
+        raise OptionError(f"the policy {shown(text)} is not compared in pieces: leave them out")
+    return piece
+
+
+def _tokens(text: str, name: str, value: object) -> int:
+    try:
+        return int(POSITIVE.parse(str(value)))
+    except ValueError as error:
+        raise OptionError(f"{name} of the policy {shown(text)} {error}") from None
 
 
 def combinations(texts: list[str], window: int | None, *, decoding: bool = False) -> list[Combination]:

@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
+from ...cache.budget import parse_bytes
 from ...errors import OptionError
+from ...ranges import COUNT, MOST_BYTES, POSITIVE, SECONDS, SIZE, Range, check_numbers
 
 MIB = 1 << 20
+NUMBERS = {
+    "port": Range(0, 65535),
+    "parallel": Range(1, 65_536),
+    "queue": COUNT,
+    "slice": SECONDS,
+    "max_body": SIZE,
+    "max_prompt": POSITIVE,
+    "documents": COUNT,
+    "document_bytes": Range(0, MOST_BYTES),
+    "connections": POSITIVE,
+    "backlog": POSITIVE,
+    "patience": SECONDS,
+    "grace": SECONDS,
+}
 
 
 @dataclass(frozen=True)
@@ -42,17 +60,14 @@ class ServeOptions:
     patience: float = 60.0
     grace: float = 5.0
 
+    numbers: ClassVar[Mapping[str, Range]] = NUMBERS
+
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise OptionError(f"the option port must be between 0 (any that is free) and 65535, not {self.port}")
+        check_numbers(self)
+        if self.arena is not None:
+            parse_bytes(self.arena)
         if self.api_key is not None and (not self.api_key.strip() or not self.api_key.isascii()):
             raise OptionError("the option api_key must be a text of ASCII characters that is not empty")
-        for name in ("slice", "patience", "grace"):
-            if getattr(self, name) < 0:
-                raise OptionError(f"the option {name} must be 0 seconds or more, not {getattr(self, name)}")
-        for name in ("parallel", "max_body", "connections", "backlog"):
-            if getattr(self, name) < 1:
-                raise OptionError(f"the option {name} must be at least 1, not {getattr(self, name)}")
         if self.api_key is None and not self.public and not is_loopback(self.host):
             raise OptionError(
                 f"the option host is {self.host}, which can be reached from other machines, and anybody there could "

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sys
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 from httptools import HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -14,6 +15,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from .errors import ApiError
 
 MOST_HEAD = 1 << 16  # bytes of a request that are not its body
+BEGINNING = b"HTTP/1.1 "  # of every answer
+LOOK_S = 0.1  # between two looks at a connection on which nothing more will come
 FRAME = 8  # bytes of a chunked body's framing that a byte of it may bring along
 MOST_PIPELINED = 16  # requests behind the one that is answered; with more of them nothing more is read
 
@@ -37,6 +40,31 @@ class Protocol(HttpToolsProtocol):
         self._cycles: list[RequestResponseCycle] = []  # whose answers are not complete, the first of them is running
         self._beside = 0  # bytes of the request that is coming, without its body
         self._arm("request")
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client will send no more. Whether the connection stays open: while there is something to answer.
+
+        It may have closed one direction alone and read on (`shutdown`, as `nc -N` and some proxies do), or have gone:
+        the network tells the two apart only by what it answers to bytes that are sent. So the beginning of the answer
+        is sent at once, which is the same for all of them. A client that has gone resets the connection then.
+        """
+        waiting = [cycle for cycle in self._cycles if not cycle.response_complete]
+        if not waiting or waiting[-1].more_body or self.transport.is_closing():
+            return False
+        waiting[-1].keep_alive = False
+        if not waiting[0].response_started and not isinstance(waiting[0].transport, _Begun):
+            self.transport.write(BEGINNING)
+            waiting[0].transport = cast("asyncio.Transport", _Begun(self.transport))
+        self._look()
+        return True
+
+    def _look(self) -> None:
+        """Ends a connection that its client has reset: nothing reads from it any more, and so nobody would be told."""
+        peer = self.transport.get_extra_info("socket")
+        if peer is not None and peer.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        elif not self.transport.is_closing():
+            self._timers["looking"] = self.loop.call_later(LOOK_S, self._look)
 
     def connection_lost(self, exc: Exception | None) -> None:
         for name in list(self._timers):
@@ -126,6 +154,20 @@ class Protocol(HttpToolsProtocol):
         timer = self._timers.pop(name, None)
         if timer is not None:
             timer.cancel()
+
+
+class _Begun:
+    """A transport to which the beginning of an answer has been written already."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport, self._left = transport, BEGINNING
+
+    def write(self, data: bytes) -> None:
+        begun, self._left = self._left, b""
+        self._transport.write(data.removeprefix(begun))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class _Body:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, Strict, ValidationError, field_validator
 from pydantic_core import PydanticCustomError, from_json
 
+from ...ranges import MOST_TOKENS
 from ..generation import GenerationConfig
 from .errors import ApiError, invalid
 
@@ -26,6 +28,10 @@ class _FirstError(FailFast):
 
 
 List = Annotated[list[Item], _FirstError()]
+# true is no number, "5" is none either, and 1 is not true
+Whole = Annotated[int, Strict()]
+Number = Annotated[float, Strict()]
+Truth = Annotated[bool, Strict()]
 
 
 def _nothing(value: object) -> bool:
@@ -119,16 +125,16 @@ class CakeOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    budget: int | str | None = None
+    budget: Whole | str | None = None
     policy: str | None = None
     document: str | None = None
-    stats: bool = False
+    stats: Truth = False
 
 
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
-    include_usage: bool = False
+    include_usage: Truth = False
     include_obfuscation: Literal[False] | None = None
 
 
@@ -136,21 +142,21 @@ class Sampling(Request):
     """The fields that chat and completion share."""
 
     model: str | None = None
-    stream: bool | None = None
+    stream: Truth | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = Field(None, ge=1)
-    best_of: int | None = Field(None, ge=1)
-    max_tokens: int | None = Field(None, ge=0)
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
+    n: Whole | None = Field(None, ge=1, le=MOST_TOKENS)
+    best_of: Whole | None = Field(None, ge=1)
+    max_tokens: Whole | None = Field(None, ge=0)
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: Whole | None = None
+    min_p: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    repetition_penalty: Number | None = None
+    seed: Whole | None = None
     stop: str | List[str] | None = None
-    ignore_eos: bool | None = None
+    ignore_eos: Truth | None = None
     cake: CakeOptions = Field(default_factory=CakeOptions)
 
     @property
@@ -194,7 +200,7 @@ class Sampling(Request):
         if given["top_k"] == -1:  # vLLM's spelling of "off"
             given["top_k"] = 0
         given |= {"max_new_tokens": self.limit(), "stop": stop and tuple(stop), "logprobs": self.top_logprobs_wanted()}
-        values = {name: getattr(defaults, name) for name in defaults.__dataclass_fields__}
+        values = {field.name: getattr(defaults, field.name) for field in fields(defaults)}
         return GenerationConfig(**values | {name: value for name, value in given.items() if value is not None})
 
 
@@ -235,9 +241,9 @@ class ChatRequest(Sampling):
     """The body of /v1/chat/completions."""
 
     messages: List[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=0)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    max_completion_tokens: Whole | None = Field(None, ge=0)
+    logprobs: Truth | None = None
+    top_logprobs: Whole | None = Field(None, ge=0, le=MOST_LOGPROBS)
 
     def limit(self) -> int | None:
         if self.max_completion_tokens is None:
@@ -258,8 +264,8 @@ class ChatRequest(Sampling):
 class CompletionRequest(Sampling):
     """The body of /v1/completions."""
 
-    prompt: str | List[int] | List[str] | List[List[int]] = Field(union_mode="left_to_right")
-    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    prompt: str | List[Whole] | List[str] | List[List[Whole]] = Field(union_mode="left_to_right")
+    logprobs: Whole | None = Field(None, ge=0, le=MOST_LOGPROBS)
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -294,6 +300,6 @@ class DocumentRequest(Request):
     text: str = Field(min_length=1)
     name: str | None = Field(None, max_length=200)
     system: str | None = None
-    raw: bool = False
+    raw: Truth = False
     model: str | None = None
     cake: CakeOptions = Field(default_factory=CakeOptions)

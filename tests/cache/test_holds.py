@@ -201,3 +201,23 @@ def test_rules_at_intervals_differ_and_say_how_often_they_cut() -> None:
     for name in ("attention", "tova", "h2o", "cake", "streaming-llm"):
         assert rule(name).every == 1
         assert rule(name, interval=5).every == 5
+
+
+@pytest.mark.parametrize("end", ["least", "most"])
+@pytest.mark.parametrize("name", list(HOLDS))
+def test_the_ends_of_every_range_are_worked_out(name: str, end: str) -> None:
+    """What would take hours, or overflow, is outside of the range."""
+    for option in HOLDS[name].options:
+        one = rule(name, **{option.name: getattr(option.range, end)})
+        if isinstance(one, OneByOne):
+            rows = make_rows()
+            for row, loser in zip(rows, one.losers(rows, POSITION, WINDOW), strict=True):
+                assert 0 <= loser < len(row.positions), option.name
+        else:
+            positions = torch.arange(40, dtype=torch.int32)
+            random = torch.Generator().manual_seed(0)
+            keys, scores = torch.randn(40, 8, generator=random), torch.rand(40, generator=random)
+            queries = torch.randn(GROUP, 4, 8, generator=random)
+            chosen, kept = one.cut(keys, positions, scores, queries, 1.0, 20, WINDOW)
+            assert len(set(chosen.tolist())) == 20, option.name
+            assert not kept.isnan().any(), option.name

@@ -542,3 +542,48 @@ def test_no_indicator_scores_a_valid_column_with_nan_or_reads_one_that_no_head_h
         for table in (scored.indicator, scored.worth, scored.carried):
             if table is not None:
                 assert all(not table[kv, : len(at)].isnan().any() for kv, at in enumerate(scene.columns)), name
+
+
+EXTREMES = [
+    (method.name, option.name, end)
+    for method in INDICATORS.values()
+    for option in method.options
+    if option.kind is not str
+    for end in ("least", "most")
+]
+
+
+@pytest.mark.parametrize(("name", "option", "end"), EXTREMES)
+def test_the_ends_of_every_range_are_worked_out_and_give_no_nan(scene: Scene, name: str, option: str, end: str) -> None:
+    """What would take hours, or overflow, is outside of the range."""
+    numbers = next(one for one in INDICATORS[name].options if one.name == option).range
+    value = numbers.most if end == "most" else 1e-30 if numbers.above else numbers.least
+    indicator = score(scene, name, **{option: value})
+    assert all(not indicator[kv, : len(at)].isnan().any() for kv, at in enumerate(scene.columns))
+
+
+@pytest.mark.parametrize("name", ["nexus", "nacl"])
+def test_what_is_drawn_is_the_same_in_tiles(one_prompt: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    from cake_infer.cache import noise
+
+    scene = one_prompt(total=300, seed=7)
+    options = {"block": 4} if name == "nexus" else {}
+    whole = score(scene, name, **options)
+    monkeypatch.setattr(noise, "TILE", 64)
+    torch.testing.assert_close(score(scene, name, **options), whole, rtol=1e-6, atol=1e-6)
+
+
+def test_the_mean_rotation_is_the_same_in_blocks(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cake_infer.cache import rotated
+
+    angles = torch.outer(torch.arange(scene.total, scene.total + 50).double(), torch.tensor([0.5, 0.01, 0.3, 1.0]))
+    view = type("View", (), {"rotation": None, "total": scene.total, "keys": torch.zeros(1)})()
+    view.rotation = lambda at: tuple(
+        torch.cat([table, table], 1).float()
+        for table in (angles[at - scene.total].cos(), angles[at - scene.total].sin())
+    )
+    monkeypatch.setattr(rotated, "BLOCK", 7)
+    cos, sin = (torch.cat([table.mean(0)] * 2).diag() for table in (angles.cos(), angles.sin()))
+    expected = torch.zeros(16, 16, dtype=torch.float64)
+    expected[:8, :8], expected[8:, 8:], expected[:8, 8:], expected[8:, :8] = cos, cos, -sin, sin
+    torch.testing.assert_close(rotated.mean_rotation(view, 50).double(), expected, rtol=0, atol=1e-6)

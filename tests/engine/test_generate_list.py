@@ -73,7 +73,7 @@ def test_wrong_prompts_and_options_are_named_before_anything_is_read(model_folde
         with pytest.raises(OptionError, match="2 prompts and 1 configs"):
             engine.generate(["a", "b"], config=[GenerationConfig()])
         for batch in (0, -1, "x", 1.5, True):
-            with pytest.raises(OptionError, match="batch is a whole number of prompts, at least 1"):
+            with pytest.raises(OptionError, match="batch must be a whole number between 1 and"):
                 engine.generate(["a", "b"], batch=batch)
         with pytest.raises(OptionError, match="there is one prompt"):
             engine.generate("a", batch=3)

@@ -156,7 +156,7 @@ def test_a_conversation_and_its_undo_with_new_slices(model_folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"recascade": 0}, "at least 1 new token"),
+        ({"recascade": 0}, "recascade must be a whole number between 1 and"),
         ({"recascade": 5, "decode_policy": "grow"}, "no effect with the decode policy grow"),
         ({"recascade": 5, "policy": "snapkv"}, "no form for the allocation uniform"),
         ({"recascade": 5, "heads": "adaptive"}, "no form for the heads adaptive"),

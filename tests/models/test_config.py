@@ -362,9 +362,9 @@ class TestContext:
             ("ntk:2", "ntk"),
             ("yarn", "yarn"),
             ("yarn:", "KIND:FACTOR"),
-            ("yarn:0.5", "at least 1"),
-            ("yarn:inf", "at least 1"),
-            ("yarn:nan", "at least 1"),
+            ("yarn:0.5", "a number between 1 and 1,000,000"),
+            ("yarn:inf", "a number between 1 and 1,000,000"),
+            ("yarn:nan", "a number between 1 and 1,000,000"),
             ("yarn:four", "KIND:FACTOR"),
             ("", "unknown"),
         ],
@@ -396,3 +396,68 @@ def test_reading_a_config_does_not_import_torch() -> None:
 
     code = "import sys, cake_infer.models.config, cake_infer.models.headers; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+class TestAbsurdNumbers:
+    """What no model has is refused by key and range, before anything is made for each layer, head or token."""
+
+    WRONG = (10**9 * 10**9, 10**400, -(10**400), -1, 0, 1e30, 0.5, 64.0, float("nan"), float("inf"), True, False, "64")
+    SIZES = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+        "sliding_window",
+    )
+
+    @pytest.mark.parametrize("key", SIZES)
+    def test_a_size_is_a_whole_number_within_a_range(self, key: str) -> None:
+        for value in (*self.WRONG, [64], {"a": 1}, 10**12):
+            with pytest.raises(UnsupportedModel, match=rf"{key} is .*must be a whole number between 1 and ") as told:
+                config(**{"model_type": "mistral", key: value})
+            assert len(str(told.value)) < 200
+
+    def test_a_thousand_million_layers_are_refused_at_once(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 10**9}))
+        with pytest.raises(UnsupportedModel, match=r"num_hidden_layers is 1,000,000,000; .* between 1 and 4,096"):
+            read_config(tmp_path)
+        assert config(num_hidden_layers=4096).num_layers == 4096
+
+    @pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta"])
+    def test_a_number_is_finite_and_positive(self, key: str) -> None:
+        for value in (10**400, -1, 0, 1e300, float("nan"), float("inf"), True, "1", [1.0]):
+            with pytest.raises(UnsupportedModel, match=rf"{key} is .*must be a number above 0 and at most 1e\+30"):
+                config(**{key: value})
+
+    @pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id", "pad_token_id"])
+    def test_a_token_id_is_an_int32(self, key: str) -> None:
+        for value in (10**400, 2**31, -(10**400), 1.5, True, "1"):
+            with pytest.raises(UnsupportedModel, match=rf"{key} is .*between -2,147,483,648 and 2,147,483,647"):
+                config(**{key: value})
+
+    @pytest.mark.parametrize("factor", [10**400, 0, 0.5, 1e7, float("inf"), True, "2"])
+    def test_a_rope_factor_ends_where_no_memory_holds_the_context(self, factor: Any) -> None:
+        for kind in ("linear", "dynamic", "yarn"):
+            scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": 64}
+            with pytest.raises(UnsupportedModel, match="factor is"):
+                config(rope_scaling=scaling)
+
+    def test_a_context_is_no_longer_than_positions_can_be(self) -> None:
+        most = 2**31 - 1
+        for kind in ("dynamic", "yarn"):
+            scaling = {"rope_type": kind, "factor": 1e6, "original_max_position_embeddings": most}
+            assert config(rope_scaling=scaling, max_position_embeddings=most).max_position_embeddings == most
+        stretched = with_rope_scaling(config(max_position_embeddings=most), "linear:1000000")
+        assert stretched.max_position_embeddings == most
+
+    @pytest.mark.parametrize("text", ['{"num_hidden_layers": ' + "9" * 5000 + "}", '{"vocab_size": NaN}', "[1e400]"])
+    def test_a_file_with_such_a_number_is_one_line(self, tmp_path: Path, text: str) -> None:
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(UnsupportedModel) as told:
+            read_config(tmp_path)
+        assert "\n" not in str(told.value)
+        assert len(str(told.value)) < 400

@@ -112,7 +112,7 @@ def test_own_needles_and_texts(go, tmp_path, capsys, monkeypatch):
     for flags, message in (
         (own[:2], "belong together"),
         ((*own, "--needles", "2"), "no effect with a --needle of your own"),
-        (("--depths", "101"), "no depth from 0 to 100"),
+        (("--depths", "101"), "must be a number between 0 and 100"),
     ):
         assert go("eval needle", *words, *flags) == 2
         assert message in capsys.readouterr().err
@@ -217,7 +217,7 @@ def test_speed_runs_each_policy_in_a_process_of_its_own_by_turns(tmp_path, write
 
 def test_more_runs_than_can_be_listed_are_refused(capsys):
     assert cli.main(["eval", "speed", "--repeats", "99999999999"]) == 2
-    assert "99999999999 is too large, the most is 1,000" in capsys.readouterr().err
+    assert "must be a whole number between 1 and 1,000, not 99,999,999,999" in capsys.readouterr().err
 
 
 def test_a_run_that_fails_says_why(tmp_path):

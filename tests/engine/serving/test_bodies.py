@@ -221,3 +221,83 @@ def test_pages_from_elsewhere_cannot_use_a_local_server(serving):
     assert httpx.get(url, headers={"Host": "evil.example"}).status_code == 403
     assert httpx.get(url, headers={"Origin": started.url}).status_code == 200
     assert httpx.get(url, headers={"Host": f"localhost:{started.port}"}).status_code == 200
+
+
+HUGE = b"9" * 400
+ENDLESS = b"9" * 5000
+NO_NUMBERS = (
+    *(b"true", b"false", b'"5"', b'"yes"', b"[1]", b"{}", HUGE, b"-" + HUGE),
+    *(ENDLESS, b"1e400", b"1e300", b"NaN"),
+)
+NO_TRUTHS = (b"1", b"0", b'"true"', b'"yes"', b"[]", b"{}", b"1.0")
+
+
+def fields_of(kind):
+    """Every field of every body that is a number or true or false: the body's class and the JSON around a value."""
+    from cake_infer.engine.serving import schemas
+
+    chat = b'"messages": [{"role": "user", "content": "x"}]'
+    bodies = {"ChatRequest": chat, "CompletionRequest": b'"prompt": "x"', "DocumentRequest": b'"text": "x"'}
+    for name, body in bodies.items():
+        cls = getattr(schemas, name)
+        owners = {"": cls, "cake": schemas.CakeOptions}
+        if name != "DocumentRequest":
+            owners["stream_options"] = schemas.StreamOptions
+        for outer, owner in owners.items():
+            for field, info in owner.model_fields.items():
+                hint = str(info.annotation)
+                numeric = ("int" in hint or "float" in hint) and field not in ("prompt", "messages", "cake")
+                if ("bool" in hint) if kind == "truth" else numeric:
+                    inner = f'"{field}": %s'
+                    inner = f'"{outer}": {{{inner}}}' if outer else inner
+                    yield pytest.param(cls, b"{%s, %s}" % (body, inner.encode()), id=f"{name} {outer} {field}")
+
+
+def apply(cls, body):
+    """What the routes do with a body before a model is asked."""
+    from cake_infer.cache.budget import Budget
+    from cake_infer.engine.generation import GenerationConfig
+
+    asked = cls.parse(body)
+    if hasattr(asked, "generation"):
+        asked.generation(GenerationConfig())
+    if asked.cake.budget is not None:
+        Budget.parse(asked.cake.budget)
+
+
+def refused(cls, body):
+    """A body is a bad request, in a few words."""
+    from cake_infer.engine.serving.errors import as_api_error
+
+    with pytest.raises(Exception) as raised:  # noqa: PT011 (as_api_error knows which)
+        apply(cls, body)
+    told = as_api_error(raised.value)
+    assert told.status == 400, (body[:200], told.message)
+    assert len(told.message) < 300
+
+
+@pytest.mark.parametrize(("cls", "body"), list(fields_of("number")))
+def test_a_number_is_a_number_that_there_can_be(cls, body):
+    for value in NO_NUMBERS:
+        if not (value == b'"5"' and b"budget" in body):  # where a share of the prompt may stand too
+            refused(cls, body.replace(b"%s", value))
+
+
+@pytest.mark.parametrize(("cls", "body"), list(fields_of("truth")))
+def test_true_and_false_are_nothing_else(cls, body):
+    for value in NO_TRUTHS:
+        refused(cls, body.replace(b"%s", value))
+
+
+def test_absurd_numbers_are_bad_requests_and_the_server_goes_on(serving):
+    started = serving()
+    with httpx.Client(base_url=started.url) as client:
+        for name in ("max_tokens", "n", "best_of", "seed", "top_k", "temperature", "logprobs"):
+            for value in NO_NUMBERS:
+                response = client.post(COMPLETION, content=b'{"prompt": "x", "%s": %s}' % (name.encode(), value))
+                assert response.status_code == 400, (name, value[:20], response.text)
+                is_openai_error(response)
+        for prompt in (b"[true]", b"[1, 1.5]", b"[[1], [true]]", b"[%s]" % HUGE, b"true", b"5"):
+            assert client.post(COMPLETION, content=b'{"prompt": %s}' % prompt).status_code == 400, prompt[:20]
+        answer = client.post(COMPLETION, content=b'{"prompt": [5, 6], "max_tokens": 1, "temperature": 0, "n": null}')
+        assert answer.json()["usage"]["completion_tokens"] == 1

@@ -183,3 +183,79 @@ def test_head_is_answered_as_get_without_a_body_and_messages_keep_the_address(se
         assert asked.headers["content-type"] == got.headers["content-type"]
     assert httpx.get(f"{started.url}/No/Such").json()["error"]["message"] == "GET /No/Such: not found"
     assert httpx.put(f"{started.url}/health").json()["error"]["message"] == "PUT /health: method not allowed"
+
+
+def half_closed(port, data):
+    """What comes back for a client that says at once that it will send no more, and reads on."""
+    found = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
+        sock.sendall(data)
+        sock.shutdown(socket.SHUT_WR)
+        while data := sock.recv(1 << 16):
+            found += data
+    return found
+
+
+LONG = b'{"prompt": "x", "max_tokens": 40, "ignore_eos": true%s}'
+
+
+@pytest.mark.parametrize("version", [b"HTTP/1.1", b"HTTP/1.0"])
+def test_a_client_that_closes_its_own_direction_alone_gets_its_answer(serving, slow, version):
+    started = serving()
+    slow.seconds = 0.02  # several looks at the connection long
+    answer = half_closed(started.port, request(LONG % b"").replace(b"HTTP/1.1", version))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert head.lower().count(b"connection: close") == 1
+    assert answer.count(b"HTTP/1.1") == 1
+    assert json.loads(body)["usage"]["completion_tokens"] == 40
+
+
+def test_and_its_stream_to_the_end(serving, slow):
+    started = serving()
+    slow.seconds = 0.02
+    answer = half_closed(started.port, request(LONG % b', "stream": true'))
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert answer.count(b'"text":') > 20
+    assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+def test_and_an_error_and_a_health_check(serving):
+    started = serving()
+    status, error = told(half_closed(started.port, request(b'{"prompt": 3}')))
+    assert (status, error["type"]) == (400, "invalid_request_error")
+    answer = half_closed(started.port, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["status"] == "ok"
+
+
+@pytest.mark.parametrize("count", [2, 40])
+def test_and_the_answers_to_all_that_it_has_asked(serving, count):
+    answer = half_closed(serving().port, b"".join(request() for _ in range(count)))
+    parts = answer.split(b"HTTP/1.1 ")[1:]
+    assert len(parts) == count
+    assert all(json.loads(part.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 2 for part in parts)
+    assert [b"connection: close" in part for part in parts] == [False] * (count - 1) + [True]
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: ", request()[:-5]])
+def test_nothing_to_answer_is_no_reason_to_stay(serving, sent):
+    started = time.monotonic()
+    assert half_closed(serving(patience=30).port, sent) == b""
+    assert time.monotonic() - started < 20, "it waited for what cannot come"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_has_half_closed_and_then_goes_is_noticed(serving, slow, wait_for, stream):
+    started = serving()
+    slow.seconds = 0.02
+    body = {"prompt": "x", "max_tokens": 3000, "ignore_eos": True, "stream": stream}
+    with socket.create_connection(("127.0.0.1", started.port), timeout=20) as sock:
+        sock.sendall(request(json.dumps(body).encode()))
+        wait_for(lambda: started.service.scheduler.running == 1)
+        sock.shutdown(socket.SHUT_WR)
+        wait_for(lambda: slow.steps > 10)  # which are not cut
+        assert started.service.scheduler.running == 1
+    before = slow.steps
+    wait_for(lambda: started.service.scheduler.running == 0)
+    assert slow.steps - before < 250, "it ran on for nobody"
