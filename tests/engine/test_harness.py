@@ -197,7 +197,7 @@ def test_what_is_asked_of_a_reply_is_applied_or_refused(model, monkeypatch):
         harness.CakeLM("smollm2-135m", colour=1)
     with pytest.raises(OptionError, match="two words for the same"):
         harness.CakeLM("a", pretrained="b")
-    with pytest.raises(OptionError, match="batch_size is a whole number or auto"):
+    with pytest.raises(OptionError, match="batch_size is auto, or a whole number"):
         harness.CakeLM("a", batch_size="many")
 
 

@@ -152,7 +152,7 @@ def test_two_conversations_and_other_options_do_not_meet(plugin, folder):
         ({"budget": 4}, "budget of 4"),
         ({"policy": "nonsense"}, "unknown policy 'nonsense'"),
         ({"policy": "full", "budget": 64}, "a budget has no effect"),
-        ({"temperature": -1}, "-o temperature must be 0"),
+        ({"temperature": -1}, "-o temperature must be a number between 0"),
         ({"kv_bits": 3}, "-o kv_bits must be one of 8, 4, 2"),
         ({"hold_by": "h2o"}, "-o hold_by has no effect with"),
         ({"budget": 64, "kv_memory": "1MiB"}, "-o budget and -o kv_memory both set the size of the cache"),
