@@ -182,11 +182,12 @@ def load_document(engine: Engine, path: str | Path) -> Document:
     return Document(snapshot, source, str(path))
 
 
-def open_document(engine: Engine, document: Document) -> TextSequence:
-    """A sequence that goes on from the document's rows, of which `Tenancy` makes a copy in the arena."""
+def open_document(engine: Engine, document: Document, *, warn: bool = True) -> TextSequence:
+    """A sequence that goes on from the document's rows, of which `Tenancy` makes a copy in the arena. warn: see
+    `saving.unpack`."""
     if engine.cache.recascade is not None:
         raise OptionError("a document's rows keep their lengths: leave the option recascade out")
-    return unpack(engine, document.snapshot, document.name, "document", fixed=True)
+    return unpack(engine, document.snapshot, document.name, "document", fixed=True, warn=warn)
 
 
 def question_ids(

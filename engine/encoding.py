@@ -13,6 +13,7 @@ from .text import check_text
 
 if TYPE_CHECKING:
     from ..models.tokenizer import Tokenizer
+    from .document import Document
     from .engine import Engine, Message
     from .reply import OnProgress
 
@@ -56,17 +57,18 @@ def prompt_ids(
     return result
 
 
-def listed_ids(engine: Engine, prompt: object, number: int, count: int) -> list[int]:
-    """The ids of one of several prompts: a text, a list of messages or a list of ids. Errors carry its number."""
+def listed_ids(engine: Engine, prompt: object, number: int, count: int, cache: Document | None = None) -> list[int]:
+    """The ids of one of several prompts: a text, a list of messages or a list of ids; or of questions to a document.
+    Errors carry its number."""
     try:
         if isinstance(prompt, (list, tuple)) and prompt:
             if isinstance(prompt[0], dict):
-                return prompt_ids(engine, None, list(prompt), None)
-            return prompt_ids(engine, None, None, prompt)
+                return engine.encode(messages=list(prompt), cache=cache)
+            return engine.encode(ids=prompt, cache=cache)
         if not isinstance(prompt, str):
             kinds = "a text, a list of messages or a list of ids"
             raise PromptError(f"each prompt of a list is {kinds}, not {shown(prompt)}")
-        return prompt_ids(engine, prompt, None, None)
+        return engine.encode(prompt, cache=cache)
     except CakeError as error:
         raise (type(error)(f"prompt {number} of {count}: {error}") if count > 1 else error) from None
 

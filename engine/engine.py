@@ -35,7 +35,7 @@ from .results import Piece, Result, collect
 from .runner import Runner
 from .saving import model_fingerprint
 from .sequence import Sequence as TextSequence
-from .together import answer, generate_list
+from .together import generate_list
 
 log = logging.getLogger(__name__)
 
@@ -210,26 +210,21 @@ class Engine:
 
         A list of prompts gives a list of results. Each prompt is a text, a list of messages or a list of ids; `config`
         may be a list too, one for each; `batch` is how many are decoded together at most (16, and what memory has room
-        for). Each reply is the one that its prompt would get alone. Questions to a document (`cache`) run one after
-        another; a result's `prompt_ids` are then what was fed behind it.
+        for). Each reply is the one that its prompt would get alone. Of questions to a document (`cache`), texts or
+        ids, each has a copy of its rows while it is answered; a result's `prompt_ids` are what was fed behind it.
         """
-        document: Document | None = options.get("cache")
-        if document is not None:
-            questions = prompt if isinstance(prompt, list) else [prompt]
-            results = [answer(self, document, cast("Prompt | None", one), **options) for one in questions]
-            return results if isinstance(prompt, list) else results[0]
         if isinstance(prompt, list):
-            if options.get("messages") is not None or options.get("ids") is not None:
+            if options.pop("messages", None) is not None or options.pop("ids", None) is not None:
                 raise OptionError("give exactly one of a prompt text, messages and ids")
             return generate_list(self, prompt, **options)
         if "batch" in options:
             raise OptionError("batch says how many of a list of prompts are decoded together: there is one prompt")
-        if piece_size(options.get("stream_prefill")) is not None:
+        cache: Document | None = options.get("cache")
+        if cache is None and piece_size(options.get("stream_prefill")) is not None:
             return collect(self.stream(prompt, **options), [])
-        ids = self.encode(
-            cast("str | None", prompt), messages=options.pop("messages", None), ids=options.pop("ids", None)
-        )
-        return collect(self.stream(ids=ids, **options), ids)
+        messages, ids = options.pop("messages", None), options.pop("ids", None)
+        fed = self.encode(cast("str | None", prompt), messages=messages, ids=ids, cache=cache)
+        return collect(self.stream(ids=fed, **options), fed)
 
     def chat(self, system: str | None = None, *, stream_prefill: bool | int | None = None) -> Chat:
         """A conversation over the budget: each turn reads only what is new, in pieces where `stream_prefill` is given

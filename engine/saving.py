@@ -67,8 +67,11 @@ def pack(engine: Engine, sequence: Sequence, kind: str, **about: Any) -> Snapsho
     return Snapshot(rows, list(sequence.ids), queries, known | about)
 
 
-def unpack(engine: Engine, snapshot: Snapshot, path: str | Path, kind: str, *, fixed: bool = False) -> Sequence:
-    """The sequence in a file. `fixed`: it keeps what it has, whatever follows (a document).
+def unpack(
+    engine: Engine, snapshot: Snapshot, path: str | Path, kind: str, *, fixed: bool = False, warn: bool = True
+) -> Sequence:
+    """The sequence in a file. `fixed`: it keeps what it has, whatever follows (a document). `warn`: of weights in
+    another format than those that it was read with.
 
     Raises SnapshotError for a file of another kind or model, or one whose rows this engine cannot go on from.
     """
@@ -110,7 +113,7 @@ def unpack(engine: Engine, snapshot: Snapshot, path: str | Path, kind: str, *, f
             f"{path} has keys turned by other rotary frequencies than this engine's: load the model with the option "
             "rope_scaling that it was made with"
         )
-    if about.get("weights") != weights_format(engine):
+    if warn and about.get("weights") != weights_format(engine):
         log.warning(
             "%s was read with %s weights, and this engine has %s: its rows are used as they are",
             path,

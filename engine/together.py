@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..cache.budget import Budget
 from ..cache.layout import ArenaSize, arena_bytes
@@ -13,7 +13,7 @@ from ..errors import ArenaFull, CakeError, OptionError
 from ..ranges import Range
 from .available import available_memory
 from .batch import Batch
-from .document import Document
+from .document import Document, open_document
 from .encoding import listed_ids
 from .generation import GenerationConfig
 from .memory import together_within
@@ -33,22 +33,6 @@ BATCH = Range(1, 65_536)
 Found = TypeVar("Found")
 
 
-def answer(
-    engine: Engine,
-    document: Document,
-    question: Prompt | None,
-    *,
-    messages: list[dict[str, str]] | None = None,
-    ids: list[int] | None = None,
-    **options: Any,
-) -> Result:
-    """The reply to one question behind a document, see `Engine.generate`."""
-    if isinstance(question, list) and ids is None:  # one of several questions
-        question, ids = None, cast(list[int], question)
-    fed = engine.encode(cast(str | None, question), messages=messages, ids=ids, cache=document)
-    return collect(engine.stream(ids=fed, **options), fed)
-
-
 def generate_list(
     engine: Engine,
     prompts: list[Prompt],
@@ -57,9 +41,10 @@ def generate_list(
     config: GenerationConfig | list[GenerationConfig] | None = None,
     on_progress: OnProgress | None = None,
     stream_prefill: object = None,
+    cache: Document | None = None,
     **options: Any,
 ) -> list[Result]:
-    """The replies to a list of prompts, checked first, see `Engine.generate`."""
+    """The replies to a list of prompts, or of questions to a document, checked first, see `Engine.generate`."""
     if piece_size(stream_prefill) is not None:
         raise OptionError("the prompts of a list are read whole: leave the option stream_prefill out, or give one")
     BATCH.check("the option batch", batch)
@@ -67,8 +52,10 @@ def generate_list(
     if len(configs) != len(prompts):
         raise OptionError(f"there are {len(prompts)} prompts and {len(configs)} configs: give one, or one for each")
     generations = [engine._generation(one, dict(options)) for one in configs]
-    ids = [listed_ids(engine, prompt, number + 1, len(prompts)) for number, prompt in enumerate(prompts)]
-    return generate_together(engine, ids, generations, most=batch, on_progress=on_progress) if prompts else []
+    ids = [listed_ids(engine, prompt, number + 1, len(prompts), cache) for number, prompt in enumerate(prompts)]
+    if not prompts:
+        return []
+    return generate_together(engine, ids, generations, most=batch, on_progress=on_progress, document=cache)
 
 
 def generate_together(
@@ -78,15 +65,18 @@ def generate_together(
     *,
     most: int = MOST_TOGETHER,
     on_progress: OnProgress | None = None,
+    document: Document | None = None,
 ) -> list[Result]:
     """The replies to prompts of ids, in their order; `generations`, one for each, are resolved.
 
     At most `most` are decoded together, and no more than memory (or `kv_memory`) has room for; the others wait until
-    one is over. Raises what a prompt alone would raise, with its number, before the first one is read.
+    one is over. document: behind which each prompt is read. Raises what a prompt alone would raise, with its number,
+    before the first one is read.
     """
     runner, numbers = engine.runner, range(len(prompts))
-    sizes = [_numbered(i, prompts, partial(_size, runner, prompts[i], generations[i])) for i in numbers]
-    if engine.cache.policy != "full":
+    start = _begun(engine, document, warn=True)
+    sizes = [_numbered(i, prompts, partial(_size, runner, start, prompts[i], generations[i])) for i in numbers]
+    if engine.cache.policy != "full" and document is None:
         for prompt in prompts:
             tell_if_raised(Budget.parse(engine.cache.budget), len(prompt), engine.cache.window)
     limit = _free_for_arena(engine, max(map(len, prompts)), max(arena_bytes(runner.layout, size) for size in sizes))
@@ -104,7 +94,7 @@ def generate_together(
         waiting = deque(order)
         while waiting or len(batch):
             while waiting:
-                i, sequence, timing = waiting[0], Sequence(), Timing()
+                i, sequence, timing = waiting[0], _begun(engine, document), Timing()
                 try:
                     batch.join(
                         sequence,
@@ -132,8 +122,12 @@ def generate_together(
     return [collect(iter(pieces[i]), prompts[i]) for i in numbers]
 
 
-def _size(runner: Runner, ids: list[int], generation: GenerationConfig) -> ArenaSize:
-    return runner.fit(Sequence(), len(ids), generation.max_new_tokens or 0, limit=runner.tenancy.allowed).size
+def _begun(engine: Engine, document: Document | None, *, warn: bool = False) -> Sequence:
+    return Sequence() if document is None else open_document(engine, document, warn=warn)
+
+
+def _size(runner: Runner, sequence: Sequence, ids: list[int], generation: GenerationConfig) -> ArenaSize:
+    return runner.fit(sequence, len(ids), generation.max_new_tokens or 0, limit=runner.tenancy.allowed).size
 
 
 def _free_for_arena(engine: Engine, longest: int, least: int) -> int | None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 
 import pytest
 import torch
-from cake_infer import Engine
+from cake_infer import Engine, GenerationConfig
+from cake_infer.cache.layout import shared_size
 from cake_infer.cache.policies import DOCUMENT_POLICY
 from cake_infer.cache.snapshot import read_snapshot, write_snapshot
 from cake_infer.cli import main
+from cake_infer.engine import together
+from cake_infer.engine.batch import Batch
+from cake_infer.engine.document import open_document
 from cake_infer.errors import MemoryLimit, OptionError, PromptError, SnapshotError
 
 DOCUMENT = "the harbour office keeps watch on channel fourteen. " * 8
@@ -28,6 +33,12 @@ def messages(content=DOCUMENT):
 
 def answers(engine, document, questions=QUESTIONS, **options):
     return [engine.generate(q, cache=document, max_new_tokens=6, temperature=0.0, **options).ids for q in questions]
+
+
+def told(result):
+    """Everything of a result that does not depend on the clock or the machine."""
+    stats = dataclasses.replace(result.stats, prefill_s=0, decode_s=0, peak_memory=None, load_s=0)
+    return dataclasses.replace(result, stats=stats)
 
 
 @pytest.mark.parametrize("kind", ["text", "cut word", "messages"])
@@ -97,6 +108,83 @@ def test_questions_in_any_order_from_memory_and_from_a_file_have_the_same_answer
         assert other.generate(list(QUESTIONS), cache=found, max_new_tokens=6, temperature=0.0)[1].ids == first[1]
         found.save(tmp_path / "b.cake")  # of what is mapped from the other file
         assert answers(other, other.load_document(tmp_path / "b.cake")) == first
+
+
+@pytest.mark.parametrize("options", [{}, {"decode_policy": "hold"}, {"kv_bits": 8}, {"policy": "ada-kv"}])
+@pytest.mark.parametrize("batch", [1, 3, 16])
+def test_questions_of_a_list_are_answered_together_as_each_alone(model_folder, tmp_path, monkeypatch, options, batch):
+    folder = model_folder()
+    with load(folder, **options) as engine:
+        document = engine.compress(DOCUMENT)
+        configs = [
+            GenerationConfig(max_new_tokens=9, seed=1, temperature=0.0, logprobs=1),
+            GenerationConfig(max_new_tokens=4, seed=2, temperature=0.9),
+            GenerationConfig(max_new_tokens=0, seed=3),
+            GenerationConfig(max_new_tokens=7, seed=4, temperature=0.0, repetition_penalty=1.3),
+        ]
+        questions = [*QUESTIONS[:3], engine.encode(QUESTIONS[3], cache=document)]
+        asked = [{"prompt": text} for text in questions[:3]] + [{"ids": questions[3]}]
+        alone = [
+            engine.generate(**one, cache=document, config=config) for one, config in zip(asked, configs, strict=True)
+        ]
+        most, step = [], Batch.step
+        monkeypatch.setattr(Batch, "step", lambda self: (most.append(len(self)), step(self))[1])
+        results = engine.generate(questions, cache=document, config=configs, batch=batch)
+        assert max(most) == min(batch, 3)  # the reply of no tokens is over before a step
+        assert [told(result) for result in results] == [told(result) for result in alone]
+        assert engine.generate([], cache=document) == []
+
+
+def test_a_list_of_questions_fails_before_the_first_is_read_and_says_which(model_folder):
+    with load(model_folder(), context=200) as engine:
+        document = engine.compress("the harbour. " * 8)
+        engine.stream = None  # nobody is answered alone
+        for questions, error, words in (
+            (["what?", "a " * 400], PromptError, "prompt 2 of 2: .*200"),
+            (["what?", [{"role": "user", "content": "what?"}]], OptionError, "prompt 2 of 2: a question to a document"),
+            (["what?", 5], PromptError, "prompt 2 of 2: each prompt"),
+            ([[], "what?"], PromptError, "prompt 1 of 2: "),
+        ):
+            with pytest.raises(error, match=words):
+                engine.generate(questions, cache=document, max_new_tokens=2)
+        with pytest.raises(OptionError, match="batch says"):
+            engine.generate("what?", cache=document, batch=2)
+        with pytest.raises(OptionError, match="is a document"):
+            engine.generate(["what?"], cache="report.cake")
+
+
+def test_as_many_questions_are_answered_together_as_memory_has_room_for(model_folder, monkeypatch):
+    """Each has its own copy of the document's rows, in the bytes that there are."""
+    with load(model_folder()) as engine:
+        document = engine.compress(ids=list(range(5, 155)))
+        sizes = [engine.runner.fit(open_document(engine, document), 6, 8).size] * 2
+        room = shared_size(engine.runner.layout, sizes).nbytes(engine.runner.layout)
+        questions = [[7, 8, 9, 10, 11, n] for n in range(5)]
+        alone = [engine.generate(ids=ids, cache=document, max_new_tokens=8, temperature=0.0).ids for ids in questions]
+        most, largest, step = [], [], Batch.step
+
+        def watched(self):
+            most.append(sum(member.arena is not None for member in self._members))
+            largest.append(self.arena.nbytes)
+            return step(self)
+
+        monkeypatch.setattr(Batch, "step", watched)
+        monkeypatch.setattr(together, "_free_for_arena", lambda *_: room)
+        found = engine.generate(questions, cache=document, max_new_tokens=8, temperature=0.0)
+        assert [result.ids for result in found] == alone
+        assert max(most) == 2
+        assert max(largest) == room
+
+
+def test_a_list_of_questions_warns_once_of_other_weights(model_folder, tmp_path, caplog):
+    folder = model_folder()
+    with load(folder) as engine:
+        engine.compress(DOCUMENT).save(tmp_path / "a.cake")
+    with load(folder, dtype="bfloat16", kv_dtype="float32") as engine:
+        document = engine.load_document(tmp_path / "a.cake")
+        caplog.clear()
+        engine.generate(list(QUESTIONS[:3]), cache=document, max_new_tokens=2)
+        assert sum("was read with" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize(
