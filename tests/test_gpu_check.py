@@ -15,6 +15,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -301,6 +302,25 @@ def test_an_error_that_is_no_number_never_passes(here):
     assert math.isnan(largest([1.0, math.nan])), "max(1.0, nan) is 1.0"
     assert math.isnan(largest([math.nan, 1.0]))
     assert largest([1.0, 2.0]) == 2.0
+
+
+def test_replies_may_part_at_a_near_tie_and_nowhere_else(here):
+    """As `ids` judges where the graph's ids are not the eager step's."""
+    import right
+    import setting
+    import shapes
+
+    def eager(*top):
+        """A runner whose third token has these two best."""
+        tokens = [SimpleNamespace(logprobs=None)] * 2 + [SimpleNamespace(logprobs=SimpleNamespace(top=top))]
+        return SimpleNamespace(generate=lambda sequence, prompt, plan: tokens[: plan.max_new_tokens])
+
+    check = setting.Check(shapes.GPU)
+    near, far = eager((8, -1.0), (7, -1.0001)), eager((8, -1.0), (7, -1.1))
+    assert right._tied(check, near, [5], [3, 4, 7, 1], [3, 4, 8, 2])
+    assert not right._tied(check, far, [5], [3, 4, 7, 1], [3, 4, 8, 2])
+    assert not right._tied(check, near, [5], [3, 4, 6, 1], [3, 4, 8, 2]), "6 is neither of the two"
+    assert not right._tied(check, near, [5], [3, 4], [3, 4, 8]), "one is longer"
 
 
 # -- models on disk ----------------------------------------------------------------------------------------------------

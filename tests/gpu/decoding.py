@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 from filled import Filled, needed
-from setting import Check, free, generation, random_ids, sync
+from setting import WAITS, Check, calls, free, generation, random_ids, sync
 
-LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
-WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize")
+LAUNCHES = ("cudaLaunchKernel", "cudaLaunchCooperativeKernel", "cuLaunchKernel")
 SHARE = 0.8  # of a copy's bandwidth
 NEAR = 0.1  # how far a ratio may be from what the bytes predict
 
@@ -95,6 +94,10 @@ def decode(check: Check) -> None:
                 found[policy, context, batch] = _timed(check, runner, name, lengths, context, batch)
         del runner
     longest, shortest = scale.contexts[-1], scale.contexts[0]
+    if not scale.dry:
+        runner = check.runner(decoder, policy="cake", decode_policy="hold")
+        name, lengths = f"cake, hold, {longest:,} tokens, batch 1", kept_lengths(check, decoder, "cake", longest)
+        _timed(check, runner, name, lengths, longest, 1)
     seconds, moved = found["full", shortest, 1]
     check.found |= {"decode": 1 / seconds, "decode, at most": check.found.get("copy", math.nan) / moved}
     for batch in (1, 4):
@@ -214,19 +217,13 @@ def _count(check: Check, decoder: Any, kind: str, cache: dict[str, Any], options
     try:
         with torch.inference_mode():
             filled.steps(scale.warm)
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            if check.device.type == "cuda":
-                activities.append(torch.profiler.ProfilerActivity.CUDA)
-            with torch.profiler.profile(activities=activities) as profile:
+            with calls(check) as counted:
                 filled.steps(steps)
-                sync()
         waits = filled.waits(steps)
     finally:
         filled.close()
-    counts = {event.key: event.count for event in profile.key_averages()}
-    graphs = counts.get("cudaGraphLaunch", 0) / steps
-    kernels = sum(counts.get(name, 0) for name in LAUNCHES) / steps
-    stops = sum(counts.get(name, 0) for name in WAITS)  # one is `sync` above, one or two the profiler's
+    graphs, kernels = counted("cudaGraphLaunch") / steps, counted(*LAUNCHES) / steps
+    stops = counted(*WAITS)  # one is of `calls`, one or two are the profiler's
     check.measured(f"{kind}: graph launches a token", graphs, "", "1", graphs == 1)
     check.measured(f"{kind}: other kernel launches a token", kernels, "", "0", kernels == 0)
     check.measured(f"{kind}: waits for the device in {steps} tokens", stops, "", "the check's own, 3", stops <= 3)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import Any
 
 import torch
-from setting import Check, allocated, free, random_ids, sync
+from setting import WAITS, Check, allocated, calls, free, random_ids, sync
 
 COST = 1.03  # of a prefill with CAKE over one that keeps everything
 PEAK = 1.15  # of a prefill's memory over hidden states, arena and one chunk
@@ -20,6 +21,9 @@ def prefill(check: Check) -> None:
     for policy in ("cake", "full"):
         _read(check, check.runner(decoder, policy=policy), scale.prefills[0])  # libraries and kernels wake up
         free()
+    with check.attempt("waits"):
+        _waits(check, decoder, scale.prefills[0])
+    free()
     for count, repeats in zip(scale.prefills, scale.repeats, strict=True):
         with check.attempt(f"{count:,} tokens"):
             _compare(check, decoder, count, repeats)
@@ -40,7 +44,7 @@ def _compare(check: Check, decoder: Any, count: int, repeats: int) -> None:
             found.append(_read(check, runner, count))
             peak, arena = allocated(peak=True) - base, runner.tenancy.arena.nbytes
             del runner
-            free()
+            gc.collect()  # what torch holds is not given back: the next reading would wait to be given it again
             if len(found) == 1:
                 _memory(check, decoder, policy, count, peak, arena)
     for policy, found in times.items():
@@ -48,6 +52,17 @@ def _compare(check: Check, decoder: Any, count: int, repeats: int) -> None:
         check.tell(f"{count:,} tokens: prefill, {policy}: rate", count / min(found), "tok/s")
     cost = min(times["cake"]) / min(times["full"])
     check.measured(f"{count:,} tokens: CAKE over full", cost, "x", f"at most {COST}", cost <= COST)
+
+
+def _waits(check: Check, decoder: Any, count: int) -> None:
+    """How often the host waits for the device: once for a layer, for the numbers that budgets follow from."""
+    runner, layers = check.runner(decoder, policy="cake"), decoder.config.num_layers
+    with calls(check) as counted:
+        _read(check, runner, count)
+    stops = counted(*WAITS) - (0 if check.scale.dry else 3)  # two are `_read`'s own, one is of `calls`
+    check.measured(
+        f"{count:,} tokens: waits in {layers} layers, CAKE", stops, "", f"at most {layers + 5}", stops <= layers + 5
+    )
 
 
 def _memory(check: Check, decoder: Any, policy: str, count: int, peak: int, arena: int) -> None:

@@ -18,6 +18,7 @@ from shapes import Scale
 from table import Row
 
 ROOT = Path(__file__).resolve().parents[2]
+WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize")  # calls that wait for the device
 
 
 def register() -> None:
@@ -198,6 +199,22 @@ def no_waiting() -> Iterator[None]:
     finally:
         torch.cuda.synchronize, torch.cuda.Stream.synchronize = kept
         torch.cuda.set_sync_debug_mode("default")
+
+
+@contextlib.contextmanager
+def calls(check: Check) -> Iterator[Callable[..., int]]:
+    """What is asked of the device inside, by the profiler. Gives a function that counts, behind it, by how names of
+    calls begin; one call that waits for the device at the end is in it."""
+    import torch
+
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if check.device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    counts: dict[str, int] = {}
+    with torch.profiler.profile(activities=activities) as profile:
+        yield lambda *names: sum(count for name, count in counts.items() if name.startswith(names))
+        sync()
+    counts |= {event.key: event.count for event in profile.key_averages()}
 
 
 def generation(**options: Any) -> Any:
