@@ -439,6 +439,12 @@ def test_kernels_take_rows_with_gaps_and_lengths_of_their_own(kernels, kept, sli
     assert_equals_rendering(view, worked=kernels)
 
 
+@pytest.mark.parametrize("group", range(1, 9))
+def test_kernels_take_every_group_size_and_odd_lengths(kernels, group):
+    view = make_view(heads=2 * group, kv_heads=2, n=60 + 2 * group + 1, rows=7, window=7)
+    assert_equals_rendering(with_gaps(view, [2 * group - 1, 1]), worked=kernels)
+
+
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_kernels_take_every_head_size_and_dtype(kernels, head_dim, dtype):
