@@ -163,8 +163,12 @@ class Arena:
         for head, length in enumerate(held):
             if length:
                 self._bring(layer, head, *(table[head, :length] for table in (keys, values, position, score)))
-            position[head, length : length + tokens] = fresh
-            score[head, length : length + tokens] = 0.0
+        if min(held) == max(held):  # of all heads at once
+            position[:, held[0] :], score[:, held[0] :] = fresh, 0.0
+        else:
+            for head, length in enumerate(held):
+                position[head, length : length + tokens] = fresh
+                score[head, length : length + tokens] = 0.0
         self.length[layer], self.capacity[layer] = 0, 0
         return Staged(keys, values, position, score, held, tokens)
 
@@ -194,25 +198,32 @@ class Arena:
         limit = self._kept_end - int(self.length[layer + 1 :].sum())
         if self._read == 0 or self._packed_end + sum(lengths) > limit:
             self._slide()
-        end = self._packed_end
-        assert end + sum(lengths) <= limit, "the cascade promised more than its budget"
+        first, total = self._packed_end, sum(lengths)
+        assert first + total <= limit, "the cascade promised more than its budget"
+        self.length[layer], self.capacity[layer] = lengths, lengths
+        self.offset[layer] = first + np.cumsum(lengths) - lengths
+        self._packed_end, self._read = first + total, layer + 1
+        kept = slice(first, first + total)
+        if order is not None:  # one gather for all heads: few launches matter on a GPU
+            columns = staged.keys.shape[1]
+            starts = torch.arange(0, columns * len(lengths), columns, device=order.device)[:, None]
+            chosen = torch.cat([row[:length] for row, length in zip(order + starts, lengths, strict=True)])
+            self._gather(staged.keys.flatten(0, 1), chosen, self.keys[kept])
+            self._gather(staged.values.flatten(0, 1), chosen, self.values[kept])
+            torch.index_select(staged.position.flatten(), 0, chosen, out=self.position[kept])
+            if score is not None:
+                torch.index_select(score.flatten(), 0, chosen, out=self.score[kept])
+            return
+        if score is None:
+            self.score[kept] = 0.0
         for head, length in enumerate(lengths):
-            self.offset[layer, head], self.length[layer, head], self.capacity[layer, head] = end, length, length
             keys, values, position = self.row(layer, head)
-            if order is None:
-                keys.copy_(staged.keys[head, :length])
-                values.copy_(staged.values[head, :length])
-                position.copy_(staged.position[head, :length])
-                self.score[end : end + length] = 0.0 if score is None else score[head, :length]
-            else:
-                chosen = order[head, :length]
-                self._gather(staged.keys[head], chosen, keys)
-                self._gather(staged.values[head], chosen, values)
-                position.copy_(staged.position[head].index_select(0, chosen))
-                if score is not None:
-                    torch.index_select(score[head], 0, chosen, out=self.score[end : end + length])
-            end += length
-        self._packed_end, self._read = end, layer + 1
+            keys.copy_(staged.keys[head, :length])
+            values.copy_(staged.values[head, :length])
+            position.copy_(staged.position[head, :length])
+            if score is not None:
+                start = int(self.offset[layer, head])
+                self.score[start : start + length] = score[head, :length]
 
     def finish(self, headroom: np.ndarray) -> None:
         """Spread the compacted rows: `headroom` `[layers, 1 or kv_heads]` free slots behind each."""

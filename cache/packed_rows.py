@@ -10,6 +10,7 @@ from .layout import ArenaLayout
 from .packed_store import PackedStore
 from .quantise import GROUP, pack_keys, pack_values, whole_groups, widen_keys, widen_values
 from .saved_rows import SavedPacked, inside, whole
+from .transfer import to_device
 
 TILE = 64 * GROUP  # slots packed at a time: bounds the fp32 copies
 
@@ -127,10 +128,10 @@ class PackedRows:
         for first in range(0, len(ends), TILE // GROUP):
             some = slice(first, first + TILE // GROUP)
             tokens, slots = (
-                torch.from_numpy((table[some, None] + np.arange(GROUP)).ravel()).to(store.device)
+                to_device((table[some, None] + np.arange(GROUP)).ravel(), store.device, torch.int64)
                 for table in (starts, ends)
             )
-            groups = torch.from_numpy(ends[some] // GROUP).to(store.device)
+            groups = to_device(ends[some] // GROUP, store.device, torch.int64)
             keys, values, position, score = (table[tokens] for table in source)
             store.key_codes[slots], store.key_scale[groups], store.key_minimum[groups] = pack_keys(keys, store.bits)
             codes, scale, minimum = pack_values(values, store.bits)

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from ..errors import MemoryLimit
 from .layout import ALIGNMENT, ArenaLayout
+from .transfer import to_device
 
 BOUNCE_BYTES = 4 << 20
+SPAN = 1 << 18  # slots of many rows whose addresses are there at once, where memmove cannot reach
 OVERLAPPING = frozenset({"cpu"})  # devices whose memory memmove can reach: no bounce buffer, every byte touched once
 
 
@@ -60,7 +62,8 @@ class Store:
 
         sources, targets: int64, where rows of `counts` slots begin and are to begin, rising, so that no two overlap.
         By memmove, a row at a time in the order that reads before it writes; or gathered into the bounce buffer and
-        scattered out of it, in tiles of many rows in that order: two launches a tile and table, however many rows.
+        scattered out of it, in tiles of many rows in that order: two launches a tile and table, however many rows, and
+        nothing that waits for the device.
         """
         moving = np.flatnonzero((sources != targets) & (counts > 0))
         if not len(moving):
@@ -73,18 +76,22 @@ class Store:
             for row in rows:
                 self._move(int(sources[row]), int(targets[row]), int(counts[row]))
             return
-        total = int(counts.sum())
-        within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
-        read, write = (torch.from_numpy(np.repeat(starts, counts) + within) for starts in (sources, targets))
-        read, write = read.to(self.device), write.to(self.device)
-        for table in self.tables:
-            tile = max(1, self.bounce_bytes // (table.shape[1] * table.element_size()))
-            tiles = range(0, total, tile)
-            for at in tiles if left else reversed(tiles):
-                chosen = read[at : at + tile]
-                bounce = self.bounce(table, len(chosen))
-                torch.index_select(table, 0, chosen, out=bounce)
-                table.index_copy_(0, write[at : at + tile], bounce)
+        ends = np.cumsum(counts)
+        total, behind = int(ends[-1]), ends - counts
+        moves = to_device(np.stack([ends, sources - behind, targets - behind]), self.device, torch.int64)
+        spans = range(0, total, SPAN)
+        for first in spans if left else reversed(spans):
+            slot = torch.arange(first, min(first + SPAN, total), device=self.device)
+            belongs = torch.searchsorted(moves[0], slot, right=True)
+            read, write = (moves[i][belongs].add_(slot) for i in (1, 2))
+            for table in self.tables:
+                tile = max(1, self.bounce_bytes // (table.shape[1] * table.element_size()))
+                tiles = range(0, len(slot), tile)
+                for at in tiles if left else reversed(tiles):
+                    chosen = read[at : at + tile]
+                    bounce = self.bounce(table, len(chosen))
+                    torch.index_select(table, 0, chosen, out=bounce)
+                    table.index_copy_(0, write[at : at + tile], bounce)
 
     def _move(self, source: int, target: int, count: int) -> None:
         for table in self.tables:

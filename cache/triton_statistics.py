@@ -89,9 +89,9 @@ def partial_kernel(
         mass = decay * mass + tl.sum(counted, 1)
         total = decay * total + tl.sum(weight, 1)
         top = higher
-    kv_heads = tl.num_programs(2)
-    here = (piece.to(tl.int64) * kv_heads + head) * height + row
-    whole = pieces.to(tl.int64) * kv_heads * height
+    kv_heads = tl.num_programs(2).to(tl.int64)  # what is 1 in a launch, as `pieces` may be, is a constant without types
+    here = (piece * kv_heads + head) * height + row
+    whole = kv_heads * pieces * height
     tl.store(parts + here, top, mask=inside_row)
     tl.store(parts + whole + here, total, mask=inside_row)
     tl.store(parts + 2 * whole + here, mass, mask=inside_row)

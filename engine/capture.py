@@ -47,8 +47,12 @@ class CudaGraphs:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # "thread_local": what other threads do on the GPU meanwhile is no error of this one
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # "thread_local": what other threads do on the GPU meanwhile is no error of this one. The outer context brings
+        # the current stream back where the capture ends with an error, which the inner one then does not.
+        with (
+            torch.cuda.stream(current),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
             body()
         replay: Body = graph.replay
         return replay

@@ -73,10 +73,12 @@ class DeviceState:
         """
         assert sequence.rotary is not None, "decoding follows a prefill"
         self.place(row, tables)
-        self.position[row] = sequence.total  # a fill: its value goes with the launch
-        self.token[row] = token
+        self.position[row].fill_(
+            sequence.total
+        )  # goes with the launch: `table[row] = number` would be copied, and wait
+        self.token[row].fill_(token)
         self.frequencies[row] = sequence.rotary.inverse_frequencies
-        self.attention_factor[row] = sequence.rotary.attention_factor
+        self.attention_factor[row].fill_(sequence.rotary.attention_factor)
         self.sampler.put(row, picker)
         if self.ring is not None and sequence.ring is not None and self.window is not None:
             slots, queries = sequence.ring.recent(sequence.total, self.window + 1)

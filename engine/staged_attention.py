@@ -58,7 +58,12 @@ def attend_last(
         return torch.cat(parts)
     mask = None
     if sliding is not None:
-        mask = SlidingMask(sliding, torch.tensor([total - 1], device=queries.device), staged.position)
+        at = torch.arange(total - 1, total, device=queries.device)  # no copy from the host, which a GPU would wait for
+        mask = SlidingMask(sliding, at, staged.position)
+    if queries.device.type != "cpu":  # `decode` rounds logits to the dtype of the queries there
+        past = staged.keys.shape[1] - 1
+        only = queries[:, None]
+        return attention.prefill(only, staged.keys, staged.values, scale=scale, past=past, sliding=mask)[:, 0]
     return attention.decode(queries, staged.keys, staged.values, scale=scale, sliding=mask)[0]
 
 

@@ -13,6 +13,7 @@ from ..cascade import Cascade
 from ..merges.base import Merge
 from ..merges.none import NoMerge
 from ..shares import DEFAULT_HEAD_FLOOR
+from ..transfer import to_device
 from .base import Allocation, Indicator, LayerScore
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ class ComposedPolicy:
 
 def has_nan(indicator: Tensor, view: LayerView) -> bool:
     """Whether a valid column's score is not a number."""
-    if view.lengths is None:
-        return bool(torch.isnan(indicator).any())
-    return any(bool(torch.isnan(indicator[head, :n]).any()) for head, n in enumerate(view.lengths))
+    found = torch.isnan(indicator)
+    if view.lengths is not None:  # one answer for all heads: a GPU is waited for once
+        ends = to_device(view.lengths, found.device, torch.int64)[:, None]
+        found &= torch.arange(found.shape[1], device=found.device) < ends
+    return bool(found.any())

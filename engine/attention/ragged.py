@@ -66,7 +66,8 @@ def attend_rows(
     assert all(table.is_contiguous() for table in rows.tables), "stores are flat, and so are tables"
     queries = queries.contiguous()
     group, device = heads // rows.kv_heads, queries.device
-    block, most = block_columns(head_dim, rows.keys.dtype), most_pieces(rows.kv_heads)
+    wider = max(queries.dtype, rows.keys.dtype, key=lambda dtype: dtype.itemsize)  # what products are made in
+    block, most = block_columns(head_dim, wider), most_pieces(rows.kv_heads)
     longest = rows.longest
     pieces = max(1, min(most, -(-longest // block)))  # a row is cut by its length: no more than these can be there
     group_pad, dim_pad = max(16, next_power(group)), max(16, next_power(head_dim))
@@ -76,7 +77,6 @@ def attend_rows(
     lse = torch.empty(batch * heads, dtype=torch.float32, device=device)
     out = torch.empty_like(queries)
     grid = (batch * rows.kv_heads, pieces)
-    wide = rows.keys.dtype.itemsize > 2
     kernels.split_kernel[grid](
         queries,
         *rows.tables,
@@ -100,7 +100,7 @@ def attend_rows(
         KEEP_LOGITS=weights,
         WIDEN=triton.knobs.runtime.interpret,
         num_warps=4,
-        num_stages=2 if wide else 3,
+        num_stages=2 if wider.itemsize > 2 else 3,
     )
     kernels.combine_kernel[(batch * heads,)](
         partial,

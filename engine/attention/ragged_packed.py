@@ -26,7 +26,8 @@ def attend_packed(
     queries = queries.contiguous()
     group, device = heads // rows.kv_heads, queries.device
     most = most_pieces(rows.kv_heads)
-    block, packed_block = block_columns(head_dim, rows.keys.dtype), max(GROUP, block_columns(head_dim, torch.float32))
+    wider = max(queries.dtype, rows.keys.dtype, key=lambda dtype: dtype.itemsize)
+    block, packed_block = block_columns(head_dim, wider), max(GROUP, block_columns(head_dim, torch.float32))
     behind = max(1, min(most, -(-packed.longest // packed_block)))  # pieces of packed rows
     pieces = behind + max(1, min(most, -(-rows.longest // block)))
     partial = torch.empty(batch * heads, pieces, head_dim, dtype=torch.float32, device=device)
@@ -78,7 +79,7 @@ def attend_packed(
         BLOCK=block,
         KEEP_LOGITS=False,
         num_warps=4,
-        num_stages=2 if rows.keys.dtype.itemsize > 2 else 3,
+        num_stages=2 if wider.itemsize > 2 else 3,
         **shape,
     )
     triton_packed.join_kernel[(batch * heads,)](

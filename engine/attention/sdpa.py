@@ -43,9 +43,10 @@ def prefill_attention(
     if sliding is not None:
         mask = sliding.visible(q_len)  # [kv_heads or 1, 1, q_len, kv_len]
         shape = (kv_heads, heads // kv_heads, keys.shape[1], head_dim)
-        out = scaled_dot_product_attention(
-            grouped, keys[:, None].expand(shape), values[:, None].expand(shape), attn_mask=mask, scale=scale
-        )
+        keys, values = keys[:, None].expand(shape), values[:, None].expand(shape)
+        if grouped.device.type == "cuda":
+            return _attend_visible(grouped, keys, values, mask, scale).reshape(heads, q_len, head_dim)
+        out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
         return out.reshape(heads, q_len, head_dim)
     own, own_lse = _attend(grouped, keys[:, past:], values[:, past:], scale, causal=True)
     total = own_lse
@@ -58,6 +59,23 @@ def prefill_attention(
     if lse is not None:
         lse.copy_(total.reshape(heads, q_len))
     return own.reshape(heads, q_len, head_dim)
+
+
+def _attend_visible(grouped: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """Attention where `visible`, bool `[kv_heads or 1, 1, q_len, kv_len]`, on a GPU: all four-dimensional.
+
+    By one kernel's name: which one torch takes for a mask depends on its release, and cuDNN's makes a plan for every
+    shape anew, of which the chunks of a prefill have many.
+    """
+    q_len, kv_len = visible.shape[2:]
+    room = -(-kv_len // 16) * 16  # the kernel wants rows of the mask to begin there
+    mask = torch.zeros(visible.shape[0], 1, q_len, room, dtype=grouped.dtype, device=grouped.device)[..., :kv_len]
+    mask.masked_fill_(~visible, float("-inf"))
+    shape = (*grouped.shape[:3], kv_len)
+    out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+        grouped, keys, values, mask.expand(shape), False, 0.0, False, scale=scale
+    )[0]
+    return out
 
 
 def _attend_before(grouped: Tensor, keys: Tensor, values: Tensor, scale: float, past: int) -> tuple[Tensor, Tensor]:
@@ -110,7 +128,7 @@ def _attend(grouped: Tensor, keys: Tensor, values: Tensor, scale: float, *, caus
             grouped, keys, values, 0.0, causal, scale=scale
         )
         return out, lse
-    if grouped.dtype in (torch.float16, torch.bfloat16) and grouped.shape[-1] % 8 == 0 and grouped.shape[-1] <= 256:
+    if _has_flash(grouped):
         # causal parts are square: how the kernel aligns others does not matter
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
             grouped, keys, values, 0.0, causal, scale=scale
@@ -120,6 +138,15 @@ def _attend(grouped: Tensor, keys: Tensor, values: Tensor, scale: float, *, caus
         grouped, keys, values, None, True, 0.0, causal, scale=scale
     )
     return out, lse[..., : grouped.shape[2]]
+
+
+def _has_flash(grouped: Tensor) -> bool:
+    """Whether torch's flash attention has a form for these queries on their GPU."""
+    head_dim = grouped.shape[-1]
+    narrow = grouped.dtype in (torch.float16, torch.bfloat16)
+    return (
+        narrow and head_dim % 8 == 0 and head_dim <= 256 and torch.cuda.get_device_capability(grouped.device) >= (8, 0)
+    )
 
 
 def log_sum_exp(

@@ -217,6 +217,7 @@ def exchange_kernel(
     row = tl.program_id(0)
     count = tl.load(length + row)
     most = tl.load(limit + row)
+    tl.debug_barrier()  # all threads have read the length before one raises it
     if count >= 0 and count < most:
         tl.store(length + row, count + 1)
     if count >= 0 and count >= most:

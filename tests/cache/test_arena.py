@@ -57,10 +57,12 @@ class ArenaMachine(RuleBasedStateMachine):
         dim=st.sampled_from([2, 4]),
         dtypes=st.sampled_from([(F32, F32), (BF16, F32), (F16, F32), (BF16, BF16), (F32, BF16)]),
         bounce=st.sampled_from([1, 24, 100, 4 << 20]),
+        span=st.sampled_from([1, 5, 1 << 18]),
         overlapping=st.sampled_from([frozenset(), frozenset({"cpu"})]),
         seed=st.integers(0, 99),
     )
-    def make(self, layers, heads, dim, dtypes, bounce, overlapping, seed):
+    def make(self, layers, heads, dim, dtypes, bounce, span, overlapping, seed):
+        self.span, store_module.SPAN = store_module.SPAN, span
         self.bounce_bytes, store_module.BOUNCE_BYTES = store_module.BOUNCE_BYTES, bounce
         self.overlapping, store_module.OVERLAPPING = store_module.OVERLAPPING, overlapping
         self.layout = ArenaLayout(layers, heads, dim, *dtypes)
@@ -76,6 +78,7 @@ class ArenaMachine(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "bounce_bytes"):
             store_module.BOUNCE_BYTES, store_module.OVERLAPPING = self.bounce_bytes, self.overlapping
+            store_module.SPAN = self.span
 
     # -- reading a piece ----------------------------------------------------------------------------------------------
 

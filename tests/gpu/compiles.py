@@ -1,16 +1,19 @@
 """Compile every Triton kernel that a GPU would be given, for the GPU's architecture, on a machine without one.
 
-    python tests/gpu/compiles.py [ARCHITECTURE]        90 (Hopper) by default
+    python tests/gpu/compiles.py [ARCHITECTURE] [--resources]        90 (Hopper) by default
 
 The interpreter runs kernels that a compiler would refuse (a name of two types in two branches, say). Here launches are
-caught, and what would be launched is compiled, down to machine code, and not run. Prints one line of JSON.
+caught, and what would be launched is compiled, down to machine code, and not run. Prints one line of JSON; with
+--resources first what each form takes: registers, spilled bytes, shared memory.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+import tempfile
 from typing import Any
 
 from setting import register
@@ -31,8 +34,11 @@ TYPES = {
 }
 
 
-def catch(architecture: int) -> dict[str, int]:
-    """Let every launch compile its kernel instead. Returns how many forms of each kernel there have been."""
+def catch(architecture: int, *, resources: bool = False) -> dict[str, int]:
+    """Let every launch compile its kernel instead. Returns how many forms of each kernel there have been.
+
+    resources: print what each takes, one line a form.
+    """
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
@@ -46,27 +52,57 @@ def catch(architecture: int) -> dict[str, int]:
             name: value for name, value in keywords.items() if name in self.arg_names
         }
         options = {name: value for name, value in keywords.items() if name not in self.arg_names}
-        signature, constants = {}, {}
+        signature, constants, attributes = {}, {}, {}
         for index, parameter in enumerate(self.params):
             value = named[parameter.name]
+            # as a launch would: what is known to be a multiple of 16 is loaded in wide pieces, and ahead, which takes
+            # more registers and shared memory
+            if not parameter.is_constexpr and _is_multiple(value):
+                attributes[(index,)] = [["tt.divisibility", 16]]
             if isinstance(value, torch.Tensor):
                 signature[parameter.name] = "*" + TYPES[str(value.dtype)]
             elif parameter.is_constexpr or value is None or (value == 1 and isinstance(value, int)):
                 signature[parameter.name], constants[(index,)] = "constexpr", value
             else:
                 signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-        form = (self.__name__, str(signature), str(constants), str(options))
+        form = (self.__name__, str(signature), str(constants), str(attributes), str(options))
         if form not in seen:
             seen.add(form)
-            done = triton.compile(ASTSource(self, signature, constexprs=constants), target=target, options=options)
+            source = ASTSource(self, signature, constexprs=constants, attrs=attributes)
+            done = triton.compile(source, target=target, options=options)
             assert "cubin" in done.asm, f"{self.__name__} has no machine code"
             assert done.metadata.shared <= SHARED, (
                 f"{self.__name__} takes {done.metadata.shared} bytes of shared memory"
             )
             counts[self.__name__] = counts.get(self.__name__, 0) + 1
+            if resources:
+                sizes = {self.arg_names[index]: value for (index,), value in constants.items()}
+                shared, told = done.metadata.shared, _told(done.asm["ptx"], architecture)
+                print(f"{self.__name__} {sizes}: {shared} bytes shared, {told}")
 
     JITFunction.run = run
     return counts
+
+
+def _told(ptx: str, architecture: int) -> str:
+    """Registers and spilled bytes of a kernel, as the assembler tells them."""
+    import triton
+
+    suffix = "a" if architecture >= 90 else ""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name=sm_{architecture}{suffix}", file.name]
+        done = subprocess.run([*command, "-o", os.devnull], capture_output=True, text=True, check=True)
+    lines = (line.partition(":")[2] or line for line in done.stderr.splitlines())
+    return ", ".join(line.strip() for line in lines if "spill" in line or "registers" in line)
+
+
+def _is_multiple(value: Any) -> bool:
+    """Whether Triton would take an address or a number for a multiple of 16."""
+    if hasattr(value, "data_ptr"):
+        return bool(value.data_ptr() % 16 == 0)
+    return type(value) is int and value % 16 == 0
 
 
 def launch() -> None:
@@ -130,18 +166,20 @@ def launch() -> None:
         store = PackedStore(ArenaLayout(1, 2, dim, dtype, dtype, kv_bits=bits, window=8), 64)
         part = PackedPart(store, table, table, 3000)
         attend_packed(torch.zeros(1, 8, dim, dtype=dtype), rows, part, scale=0.1, sliding=sliding)
+    # of few columns, or of one query, numbers are 1, which a launch takes for constants
+    statistics = [(300, 32, 4, None), (300, 32, 4, 7), (40, 32, 4, None), (40, 1, 1, None), (300, 1, 3, 7)]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for sliding in (None, 7):
+        for columns, window, group, sliding in statistics if dtype == torch.bfloat16 else statistics[:2]:
             view = LayerView(
                 layer=0,
-                keys=torch.zeros(2, 300, 128, dtype=dtype),
-                positions=torch.arange(300, dtype=torch.int32).repeat(2, 1),
-                queries=torch.zeros(8, 32, 128, dtype=dtype),
-                query_positions=torch.arange(268, 300),
-                window=32,
+                keys=torch.zeros(2, columns, 128, dtype=dtype),
+                positions=torch.arange(columns, dtype=torch.int32).repeat(2, 1),
+                queries=torch.zeros(2 * group, window, 128, dtype=dtype),
+                query_positions=torch.arange(columns - window, columns),
+                window=window,
                 scale=0.1,
                 sliding_window=sliding,
-                total=300,
+                total=columns,
             )
             column_scores(view, 200.0)
         matrix = quantise(torch.ones(64, 96), "int8")
@@ -151,8 +189,9 @@ def launch() -> None:
 
 def main() -> None:
     register()
-    architecture = int(sys.argv[1]) if len(sys.argv) > 1 else 90
-    counts = catch(architecture)
+    numbers = [int(argument) for argument in sys.argv[1:] if argument.isdigit()]
+    architecture = numbers[0] if numbers else 90
+    counts = catch(architecture, resources="--resources" in sys.argv)
     launch()
     print(json.dumps({"architecture": architecture, "compiled": counts}))
 
