@@ -9,6 +9,7 @@ the left. Packed rows have spans of their own, in a store of their own and in th
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 
 import numpy as np
@@ -113,9 +114,10 @@ class SharedArena:
         self._fixed = True
         self._grow(StoreSize(slots * self.layout.head_dim * self.layout.kv_dtype.itemsize, slots, packed))
 
-    def admit(self, size: ArenaSize) -> Arena:
+    def admit(self, size: ArenaSize, before: Iterable[ArenaSize] = ()) -> Arena:
         """An empty member behind all others, with room for `size`; later spans slide to the left where it is needed.
 
+        before: of those that will come in behind it; a store that has to grow grows for them too, if that is allowed.
         While another member is being read nothing is moved: then this one has to fit behind it. Raises MemoryLimit (or
         ArenaFull) before anything has changed.
         """
@@ -129,7 +131,7 @@ class SharedArena:
             if self._holds(needed):
                 self.compact()
             else:
-                self._grow(needed)
+                self._grow_for(needed, shared_size(self.layout, [*(one.size for one in self.members), size, *before]))
         row = next(row for row in range(self.offset.shape[0]) if row not in self._members)
         tables = [table[row] for table in (self.offset, self.length, self.capacity)]
         arena = self._member(size, tables)
@@ -213,6 +215,13 @@ class SharedArena:
     @property
     def _allowed(self) -> str:
         return size_text(self.nbytes if self._fixed else self.limit or 0)
+
+    def _grow_for(self, needed: StoreSize, wanted: StoreSize) -> None:
+        """Grow to what is wanted, once for all who wait; where there is too little for that, to what is needed now."""
+        if self._allows(wanted):
+            with contextlib.suppress(MemoryLimit):
+                return self._grow(wanted)
+        self._grow(needed)
 
     def _grow(self, needed: StoreSize) -> None:
         """Another store with room for `needed`; the members move into it by way of copies of their rows."""

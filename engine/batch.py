@@ -293,7 +293,8 @@ class Batch:
         sequence = member.sequence
         assert not sequence.spoilt, "a spoilt sequence was continued"
         self.runner.access.land()  # rows of the others may move
-        member.arena = self.arena.admit(member.size)
+        others = [one.size for one in self._members if one.arena is None and one is not member]
+        member.arena = self.arena.admit(member.size, others)
         if sequence.parked is not None:
             # without the last reply's headroom, for which there may be no room beside what is read
             member.arena.load(sequence.parked.tight())

@@ -192,3 +192,28 @@ def test_no_memory_for_more_leaves_the_members_as_they_were(monkeypatch: pytest.
         shared.admit(ArenaSize(1_000_000, 0, 0))
     assert shared.members == [arena]
     assert untouched(arena, 1, 7)
+
+
+def test_a_store_that_grows_grows_for_those_who_wait_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = LAYOUTS["one dtype"]
+    size = arena_size(layout, budget=None, tokens=20, new_tokens=5)
+    three, one = (shared_size(layout, [size] * count).nbytes(layout) for count in (3, 1))
+    for limit, sizes in ((None, [three] * 3), (three, [three] * 3), (three - 1, [one])):
+        shared, seen = SharedArena(layout, batch=4, limit=limit), []
+        for count in range(len(sizes)):
+            arena = shared.admit(size, [size] * (2 - count))
+            fill(arena, 20, 5, count + 1, 7)
+            arena.settle()
+            seen.append(shared.nbytes)
+        assert all(untouched(arena, stamp + 1, 7) for stamp, arena in enumerate(shared.members))
+        assert seen == sizes
+    shared, empty = SharedArena(layout, batch=4), torch.empty
+
+    def scarce(*shape: int, **options: object) -> torch.Tensor:
+        if shape[0] > 1_000_000:
+            raise RuntimeError("out of memory")
+        return empty(*shape, **options)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(torch, "empty", scarce)
+    shared.admit(size, [ArenaSize(1_000_000, 0, 0)])  # comes in itself, though there is too little for the other
+    assert shared.nbytes == one

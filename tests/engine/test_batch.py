@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from cake_infer.cache.layout import ArenaSize
+from cake_infer.cache.shared import SharedArena
 from cake_infer.engine import decode
 from cake_infer.engine.batch import Batch
 from cake_infer.engine.generation import GenerationConfig, resolve_generation
@@ -325,6 +326,28 @@ def test_a_fixed_arena_is_never_moved_and_never_outgrown(tmp_path, write_checkpo
         assert batch.arena.store is store
         with pytest.raises(MemoryLimit, match="send a shorter text"):
             requests.join(random_ids(1000), generation())
+
+
+def test_an_arena_that_grows_as_sequences_come_grows_once_for_all_who_wait(
+    tmp_path, write_checkpoint, make_runner, random_ids, monkeypatch
+):
+    runner = make_runner(write_checkpoint(tmp_path / "model"), budget=12, window=4)
+    grown, grow = [], SharedArena._grow
+    monkeypatch.setattr(SharedArena, "_grow", lambda self, needed: (grown.append(needed), grow(self, needed))[1])
+    option = generation(max_new_tokens=20)
+    prompts = [random_ids(30 + 5 * i, seed=i) for i in range(6)]
+    alone_ids = [[token.id for token in alone(runner, ids, option)] for ids in prompts]
+    with Batch(runner) as batch:
+        requests = Requests(batch)
+        for ids in prompts[:4]:
+            requests.join(ids, option)
+        requests.take(batch.read())
+        assert len(grown) == 1
+        for ids in prompts[4:]:
+            requests.join(ids, option)
+        requests.run()
+        assert len(grown) == 2
+    assert [requests.ids(number) for number in range(6)] == alone_ids
 
 
 def test_a_failing_sequence_leaves_and_the_others_go_on(tmp_path, write_checkpoint, make_runner, random_ids):
