@@ -61,15 +61,23 @@ def _share(check: Check, moved: int, seconds: float) -> float:
     return moved / seconds / check.found["copy"]
 
 
-def _timed(check: Check, runner: Any, name: str, lengths: np.ndarray, context: int, batch: int) -> tuple[float, float]:
-    """Rows of a table of one filled batch. Returns seconds and bytes of a step, NaN where it could not be run."""
+def _timed(
+    check: Check, runner: Any, name: str, lengths: np.ndarray, context: int, batch: int, *, more: int = 0
+) -> tuple[float, float]:
+    """Rows of a table of one filled batch. Returns seconds and bytes of a step, NaN where it could not be run.
+
+    more: steps behind them in which it is told what waits for the device.
+    """
     seconds = moved = math.nan
     with check.attempt(name):
-        filled = Filled(check, runner, lengths, context, batch, needed(check))
+        filled = Filled(check, runner, lengths, context, batch, needed(check) + more)
         try:
             seconds, moved = filled.seconds(check), filled.moved
+            waits = filled.waits(more)
         finally:
             filled.close()
+        if more:
+            check.tell(f"{name}: what waits in {more} steps", waits or "nothing")
         check.tell(name, batch / seconds, "tok/s")
         share, short = _share(check, moved, seconds), batch == 1 and context == check.scale.contexts[0]
         if short and runner.layout.kv_bits is None and runner.decoder.dtype != torch.int8:
@@ -139,8 +147,9 @@ def packed(check: Check) -> None:
         for policy in ("full",) if scale.dry else ("full", "cake"):
             runner = check.runner(decoder, policy=policy, **({} if bits is None else {"kv_bits": bits}))
             name = f"{policy} in {bits or 16} bits, {context:,} tokens, batch 1"
-            with check.attempt(name):
-                _timed(check, runner, name, kept_lengths(check, decoder, policy, context), context, 1)
+            lengths = kept_lengths(check, decoder, policy, context)
+            # in so many steps each row fills a group, and packs it
+            _timed(check, runner, name, lengths, context, 1, more=0 if scale.dry or bits is None else 40)
             del runner
 
 

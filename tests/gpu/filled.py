@@ -104,9 +104,9 @@ class Filled:
         free()
 
 
-def needed(check: Check, waits: int = 0) -> int:
-    """Steps that `Filled.seconds` makes, and `waits` more."""
-    return check.scale.warm + check.scale.rounds * check.scale.steps + waits
+def needed(check: Check) -> int:
+    """Steps that `Filled.seconds` makes."""
+    return check.scale.warm + check.scale.rounds * check.scale.steps
 
 
 def _fill(shared: Any, total: int) -> None:

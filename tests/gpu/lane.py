@@ -150,8 +150,7 @@ def child(parts: Sequence[str], *, dry: bool, model: str | None) -> int:
 
     check = Check(DRY if dry else GPU, model=model, found=json.loads(sys.stdin.read() or "{}"))
     check.tell_row = lambda row: say(row=asdict(row))
-    if dry:
-        use_interpreter()
+    use_interpreter(dry)
     register()
     import torch
 

@@ -29,9 +29,9 @@ def register() -> None:
     sys.path.insert(0, folder.name)
 
 
-def use_interpreter() -> None:
-    """Run Triton's kernels on a CPU: before anything imports triton."""
-    os.environ["TRITON_INTERPRET"] = "1"
+def use_interpreter(wanted: bool) -> None:
+    """Run Triton's kernels on a CPU, or not even where the environment says so: before anything imports triton."""
+    os.environ["TRITON_INTERPRET"] = str(int(wanted))
 
 
 @dataclass
