@@ -304,6 +304,28 @@ def test_an_error_that_is_no_number_never_passes(here):
     assert largest([1.0, 2.0]) == 2.0
 
 
+def test_every_cache_that_is_compared_or_timed_can_be_made(here):
+    """A dry run takes a few of them."""
+    pytest.importorskip("triton")
+    import right
+    import setting
+    import shapes
+    import texts
+    from cake_infer.cache.config import CacheConfig
+
+    check = setting.Check(shapes.DRY)
+    decoder = check.decoder(shapes.TINY)
+    assert {cache for cache, _ in (*right.CASES, *right.DRY_CASES)} == set(right.CACHES)
+    for options in right.CACHES.values():
+        runner = check.runner(decoder, **{"budget": 8, **options})
+        assert runner.ahead is not None
+        assert runner.cache.policy == options["policy"]
+        assert runner.layout.kv_bits == options.get("kv_bits")
+        assert (runner.cache.budget == 8) == (options["policy"] != "full")
+    for options in texts.CACHES.values():
+        CacheConfig(**({} if options.get("policy") == "full" else {"budget": 64, "window": 32}), **options)
+
+
 def test_replies_may_part_at_a_near_tie_and_nowhere_else(here):
     """As `ids` judges where the graph's ids are not the eager step's."""
     import right

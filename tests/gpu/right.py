@@ -104,9 +104,8 @@ def _together(check: Check, decoder: Any, cache: str) -> bool:
     scale = check.scale
     runner = check.runner(decoder, **{"budget": min(128, scale.budget), **CACHES[cache]})
     prompts = [random_ids(count, scale.small["vocab_size"], seed=count) for count in scale.prompts]
-    plans = [
-        generation(max_new_tokens=scale.new_tokens - i, temperature=[0.0, 0.9][i % 2]) for i in range(len(prompts))
-    ]
+    counts = [max(1, scale.new_tokens - number) for number in range(len(prompts))]
+    plans = [generation(max_new_tokens=count, temperature=(0.0, 0.9)[count % 2]) for count in counts]
     alone = [reply_ids(runner, *pair) for pair in zip(prompts, plans, strict=True)]
     sequences: list[Any] = [Sequence() for _ in prompts]
     got: dict[int, list[int]] = {id(sequence): [] for sequence in sequences}

@@ -112,8 +112,10 @@ class Check:
         from cake_infer.cache.config import CacheConfig
         from cake_infer.engine.runner import Runner
 
-        options = {"budget": self.scale.budget, "window": self.scale.window}
-        config = CacheConfig(**({**options, **cache} if cache.get("policy") != "full" else cache))
+        options = {"budget": self.scale.budget, "window": self.scale.window, **cache}
+        if cache.get("policy") == "full":  # refused where it has no effect
+            del options["budget"], options["window"]
+        config = CacheConfig(**options)
         kernels = "triton" if decoder.device.type == "cuda" or self.scale.dry else "auto"
         runner = Runner(
             decoder,
