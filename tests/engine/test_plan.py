@@ -108,6 +108,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return write
 
 
+def step_for(cache: CacheConfig) -> str:
+    """The compiled step makes no tensors, and would be compiled anew for each number of bits."""
+    return "eager" if cache.kv_bits else "auto"
+
+
 def planned(engine: Engine, prompt_tokens: int, new_tokens: int, batch: int = 1) -> memory.Plan:
     weights, stored = weights_of(None, engine.config, engine.dtype)
     return plan_run(
@@ -156,7 +161,8 @@ def test_the_plan_is_within_5_percent_of_what_is_alive_at_the_peak(
     checkpoint: Callable[..., Path],
 ) -> None:
     ids = torch.randint(320, (prompt_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
-    with Engine.load(checkpoint(**overrides), random_weights=True, dtype=dtype, chunk=chunk, cache=cache) as engine:
+    options = {"dtype": dtype, "chunk": chunk, "step": step_for(cache)}
+    with Engine.load(checkpoint(**overrides), random_weights=True, cache=cache, **options) as engine:
         with LiveBytes() as live:
             engine.generate(ids=ids, max_new_tokens=4)
         plan = planned(engine, prompt_tokens, 4)
@@ -182,8 +188,8 @@ def test_the_plan_of_a_batch_is_within_5_percent_of_what_is_alive_at_the_peak(
     arenas = []
     step = Batch.step
     monkeypatch.setattr(Batch, "step", lambda self: (arenas.append((len(self), self.arena.nbytes)), step(self))[1])
-    folder = checkpoint(**overrides)
-    with Engine.load(folder, random_weights=True, dtype="bfloat16", chunk=128, cache=cache) as engine:
+    options = {"dtype": "bfloat16", "chunk": 128, "step": step_for(cache)}
+    with Engine.load(checkpoint(**overrides), random_weights=True, cache=cache, **options) as engine:
         with LiveBytes() as live:
             engine.generate(prompts, max_new_tokens=4)
         plan = planned(engine, 1500, 4, batch=5)
@@ -395,8 +401,10 @@ def test_heads_that_share_as_they_like_take_no_more_and_what_does_not_go_togethe
     ids=["ragged", "grow", "full", "hold"],
 )
 def test_the_plan_of_a_conversation_counts_the_rows_that_a_turn_can_be_taken_back_to(
-    folder: Path, options: dict[str, Any]
+    folder: Path, options: dict[str, Any], write_checkpoint: Callable[..., Path]
 ) -> None:
+    sizes = {"head_dim": SHAPE["head_dim"], "max_position_embeddings": 2048}  # for which a step has been compiled above
+    write_checkpoint(folder, dtype=torch.bfloat16, eos_token_id=319, **sizes)
     with Engine.load(folder, chunk=64, **options) as engine:
         chat, turns = engine.chat(), []
         with LiveBytes() as live:
