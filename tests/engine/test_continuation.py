@@ -69,7 +69,7 @@ def test_they_are_the_log_likelihoods_that_a_reply_of_these_tokens_has(
     model_folder, make_runner, force, random_ids, step, more
 ):
     options = {"budget": 64, "window": 32, "step": step, **more}
-    folder = model_folder(hidden_size=64, head_dim=32, num_attention_heads=4)
+    folder = model_folder(hidden_size=64, head_dim=32, num_attention_heads=6)
     context, tail = random_ids(150), random_ids(80, seed=1)
     (scored,) = score_continuations(make_runner(folder, **options), context, [tail])
     seen = force(tail)

@@ -124,11 +124,14 @@ def test_the_group_that_is_worth_least_goes_and_no_byte_of_another_is_touched(
 
 
 @pytest.mark.parametrize("prompt", [150, 20])
-@pytest.mark.parametrize(("bits", "shape"), [(4, {}), (8, {"model_type": "mistral", "sliding_window": 48})])
+@pytest.mark.parametrize(
+    ("bits", "shape"),
+    [(4, {"num_attention_heads": 2}), (8, {"num_attention_heads": 6, "model_type": "mistral", "sliding_window": 48})],
+)
 def test_the_compiled_step_is_that_of_plain_torch_over_the_same_rows_and_gives_up_the_same(
     tmp_path, write_checkpoint, make_runner, random_ids, rendered, bits, shape, prompt
 ):
-    folder = write_checkpoint(tmp_path / "model", head_dim=32, num_attention_heads=2, **shape)
+    folder = write_checkpoint(tmp_path / "model", head_dim=32, **shape)
     options = {"kv_bits": bits, "window": WINDOW, "decode_policy": "hold", "heads": "adaptive", "budget": 90}
     slow, fast = (make_runner(folder, step=step, **options) for step in ("eager", "compiled"))
     assert type(fast.step).__name__ == "IntervalStep"
@@ -159,7 +162,7 @@ def test_the_compiled_step_is_that_of_plain_torch_over_the_same_rows_and_gives_u
 def test_memory_stays_as_it_is_for_a_thousand_tokens(
     tmp_path, write_checkpoint, make_runner, random_ids, rendered, step, budget, prompt
 ):
-    folder = write_checkpoint(tmp_path / "model", head_dim=16, num_hidden_layers=2)
+    folder = write_checkpoint(tmp_path / "model", head_dim=32, num_attention_heads=2, num_hidden_layers=2)
     runner = make_runner(folder, kv_bits=4, window=WINDOW, step=step, decode_policy="hold", budget=budget)
     sequence, new = Sequence(), random_ids(1000, seed=1)
     start(runner, sequence, random_ids(prompt), 3000)
@@ -211,7 +214,7 @@ def test_alone_and_in_a_batch_a_reply_is_the_same_and_a_chat_stays_within_its_by
 @pytest.mark.parametrize("step", ["eager", "compiled"])
 def test_a_document_keeps_its_rows_and_each_question_gets_the_same_answer(tmp_path, model_folder, random_ids, step):
     options = {"kv_bits": 8, "budget": 60, "window": WINDOW, "decode_policy": "hold", "step": step}
-    folder = model_folder(head_dim=32, num_attention_heads=2)
+    folder = model_folder(head_dim=32, num_attention_heads=6)
     with Engine.load(folder, **options) as engine:
         document = engine.compress(ids=random_ids(300))
         document.save(tmp_path / "a.cake")

@@ -351,7 +351,8 @@ def test_a_batch_gives_what_each_gets_alone(make_decoder, random_ids, counted):
 
 
 def test_a_first_prompt_does_not_wait_for_the_compiler(make_decoder, random_ids, counted, monkeypatch, caplog):
-    runner = Runner(make_decoder(), CacheConfig(budget=48, window=8), context=512, chunk=64)
+    cache = CacheConfig(budget=48, window=8)
+    runner = Runner(make_decoder(), cache, context=512, chunk=64, kv_dtype=torch.float32)
     monkeypatch.setattr(short_module, "kernels_cached", lambda kind: False)
     prepared = []
     prepare = ShortPieces.prepare
