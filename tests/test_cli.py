@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -932,28 +933,30 @@ def test_a_prompt_is_utf8_whatever_the_locale() -> None:
 
 
 def test_every_piece_is_there_as_soon_as_it_is_made() -> None:
+    ask, step = os.pipe()
     with subprocess.Popen(
         [sys.executable, str(FAKE), "--prompt", "x"],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "FAKE_DELAY": "0.4"},
+        pass_fds=[ask],
+        env={**os.environ, "FAKE_STEPS": str(ask)},
     ) as process:
         assert process.stdout is not None
-        assert os.read(process.stdout.fileno(), 100) == b"one"
-        started = time.monotonic()
-        assert os.read(process.stdout.fileno(), 100) == b" two"
-        assert time.monotonic() - started > 0.2
+        for text in (b"one", b" two", b" three"):
+            os.write(step, b".")
+            assert select.select([process.stdout], [], [], 30)[0], "it is kept back until more is there"
+            assert os.read(process.stdout.fileno(), 100) == text
         process.kill()
+    os.close(ask)
+    os.close(step)
 
 
-def test_a_reader_that_goes_away_ends_the_run_soon_and_quietly() -> None:
-    started = time.monotonic()
+def test_a_reader_that_goes_away_ends_the_run_quietly() -> None:
     command = f"{sys.executable} {FAKE} --prompt x | head -c 5; echo ${{PIPESTATUS[0]}}"
-    environment = {**os.environ, "FAKE_TOKENS": " ".join(["word"] * 2000), "FAKE_DELAY": "0.05"}
+    environment = {**os.environ, "FAKE_TOKENS": "word", "FAKE_ENDLESS": "t"}
     seen = subprocess.run(["bash", "-c", command], capture_output=True, timeout=60, env=environment, check=False)
     assert seen.stdout == b"word " + b"141\n" or seen.stdout == b"word\n141\n" or seen.stdout.endswith(b"141\n")
     assert seen.stderr == b""
-    assert time.monotonic() - started < 20
 
 
 def test_standard_error_that_is_closed_does_not_end_a_run() -> None:
@@ -965,7 +968,7 @@ def test_standard_error_that_is_closed_does_not_end_a_run() -> None:
 
 @pytest.mark.parametrize("json_flag", [[], ["--json"]])
 def test_ctrl_c_keeps_the_partial_text_and_exits_with_130(json_flag: list[str], tmp_path: Path) -> None:
-    process = start("--prompt", "x", *json_flag, FAKE_DELAY="0.2", FAKE_TOKENS="word " * 200, FAKE_MARKS=tmp_path / "m")
+    process = start("--prompt", "x", *json_flag, FAKE_ENDLESS="t", FAKE_TOKENS="word", FAKE_MARKS=tmp_path / "m")
     wait_for_marks(tmp_path / "m", "pttt")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=20)
@@ -974,13 +977,12 @@ def test_ctrl_c_keeps_the_partial_text_and_exits_with_130(json_flag: list[str], 
     assert out.endswith(b"\n")
     text = json.loads(out)["text"] if json_flag else out.decode().removesuffix("\n")
     assert text.startswith("word word word")
-    assert len(text.split()) < 20
     if json_flag:
         assert json.loads(out)["finish_reason"] == "interrupted"
 
 
 def test_ctrl_c_in_the_prefill_exits_with_130_and_no_text(tmp_path: Path) -> None:
-    process = start("--prompt", "x", FAKE_PREFILL="5", FAKE_MARKS=tmp_path / "m")
+    process = start("--prompt", "x", FAKE_ENDLESS="p", FAKE_MARKS=tmp_path / "m")
     wait_for_marks(tmp_path / "m", "p")
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=20) == (b"", b"")

@@ -3,9 +3,11 @@
 Texts are their UTF-8 bytes, control tokens are ids above 255. The reply to a message is scripted; a chat keeps its
 history as the real one does: a turn that ends before its first token is dropped, one that is cut later stays.
 
-FAKE_DELAY: seconds a token takes. FAKE_PREFILL: seconds of a prefill. FAKE_TOKENS: the reply's words. FAKE_CONTEXT: the
-model's context. FAKE_MARKS: a file that gets a "p" when a prefill begins and a "t" for each token. FAKE_SENT: a file
-that gets all messages of the chat, as JSON. LINE_EDITOR=readline: as if prompt_toolkit were not installed.
+FAKE_DELAY: seconds a token takes. FAKE_STEPS: a file descriptor of which a byte is read before each token.
+FAKE_PREFILL: seconds of a prefill. FAKE_ENDLESS: a letter for each reply, p for one that gets no further than into its
+prefill, t for one whose words come again and again, - for one that ends. FAKE_TOKENS: the reply's words. FAKE_CONTEXT:
+the model's context. FAKE_MARKS: a file that gets a "p" when a prefill begins and a "t" for each token. FAKE_SENT: a
+file that gets all messages of the chat, as JSON. LINE_EDITOR=readline: as if prompt_toolkit were not installed.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Generator, Iterator
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,6 +67,7 @@ class FakeEngine:
         self.words = os.environb.get(b"FAKE_TOKENS", b"one two three four five six").decode().split(" ")
         self.delay = float(os.environ.get("FAKE_DELAY", "0"))
         self.prefill = float(os.environ.get("FAKE_PREFILL", "0"))
+        self.endless = iter(os.environ.get("FAKE_ENDLESS", ""))
         self.memory_limit: int | None = None
         self.closed_streams = 0
 
@@ -144,15 +148,21 @@ class FakeEngine:
         return self.reply(len(ids), config, on_progress)
 
     def reply(self, prompt_tokens: int, config: Any, on_progress: Any, prefix: str = "") -> Iterator[Piece]:
+        endless = next(self.endless, "")
         try:
             mark("p")
             for step in range(10):
                 on_progress(Progress("prefill", step + 1, 10, step, 10))
                 time.sleep(self.prefill / 10)
+                while endless == "p" and step == 4:  # until Ctrl-C
+                    on_progress(Progress("prefill", step + 1, 10, step, 10))
+                    time.sleep(0.01)
             limit = 512 if config.max_new_tokens is None else config.max_new_tokens
             words = self.words[:limit]
-            for index, word in enumerate(words):
-                time.sleep(self.delay)
+            for index, word in enumerate(cycle(words) if endless == "t" else words):
+                time.sleep(0.02 if endless == "t" else self.delay)
+                if "FAKE_STEPS" in os.environ:
+                    os.read(int(os.environ["FAKE_STEPS"]), 1)
                 top = None if config.logprobs is None else tuple((token, -1.5) for token in range(config.logprobs))
                 text = prefix + word if index == 0 else " " + word
                 mark("t")

@@ -148,7 +148,7 @@ def chat(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..
 
 
 def test_ctrl_c_stops_a_reply_and_the_conversation_goes_on(chat: Callable[..., Terminal]) -> None:
-    terminal = chat(FAKE_DELAY=0.2, FAKE_TOKENS="one two three four " * 20)
+    terminal = chat(FAKE_ENDLESS="ttt")
     terminal.line("first")
     terminal.expect("[0] one two three")
     terminal.type(CTRL_C)
@@ -172,7 +172,7 @@ def test_ctrl_c_stops_a_reply_and_the_conversation_goes_on(chat: Callable[..., T
 
 
 def test_ctrl_c_while_the_message_is_read_drops_it(chat: Callable[..., Terminal]) -> None:
-    terminal = chat(FAKE_PREFILL=1.5)
+    terminal = chat(FAKE_ENDLESS="p")
     terminal.line("first")
     terminal.expect("reading")
     terminal.type(CTRL_C)
@@ -188,7 +188,7 @@ def test_ctrl_c_while_the_message_is_read_drops_it(chat: Callable[..., Terminal]
 def test_ctrl_c_stops_a_reply_that_is_written_again_and_the_rest_of_the_commands_go_on(
     chat: Callable[..., Terminal],
 ) -> None:
-    terminal = chat(FAKE_DELAY=0.2, FAKE_TOKENS="one two three four five")
+    terminal = chat(FAKE_ENDLESS="-tt", FAKE_TOKENS="one two three four five")
     terminal.line("first")
     terminal.expect("tok")
     terminal.ready()
@@ -219,7 +219,7 @@ def test_ctrl_c_stops_a_reply_that_is_written_again_and_the_rest_of_the_commands
 
 
 def test_ctrl_c_before_a_reply_is_written_again_leaves_the_last_one(chat: Callable[..., Terminal]) -> None:
-    terminal = chat(FAKE_PREFILL=1.5)
+    terminal = chat(FAKE_ENDLESS="-p")
     terminal.line("first")
     terminal.expect("tok")
     terminal.ready()
@@ -478,7 +478,7 @@ def test_an_interrupted_pipe_exits_with_130(tmp_path: Path) -> None:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**os.environ, "FAKE_DELAY": "0.2", "FAKE_TOKENS": "word " * 100, "FAKE_MARKS": str(marks)},
+        env={**os.environ, "FAKE_ENDLESS": "t", "FAKE_TOKENS": "word", "FAKE_MARKS": str(marks)},
     )
     assert process.stdin is not None
     process.stdin.write(b"hello\nagain\n")
