@@ -191,7 +191,7 @@ def test_a_share_of_a_known_text_is_of_all_of_it(runner, random_ids):
 def test_piece_sizes():
     assert [piece_size(given) for given in (None, False, True, 5)] == [None, None, 2048, 5]
     for wrong in (0, -1, 2.5, "many"):
-        with pytest.raises(OptionError, match="stream_prefill is a whole number"):
+        with pytest.raises(OptionError, match="stream_prefill must be a whole number between 1"):
             piece_size(wrong)
 
 

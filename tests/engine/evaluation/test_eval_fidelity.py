@@ -130,7 +130,7 @@ def test_own_windows_are_those_of_the_papers_at_equal_budgets(command, tmp_path,
         (["--budget", "4"], 2, "below the window of 8"),
         (["--baseline", "tova"], 2, "the baseline tova is not among the policies"),
         (["--rows", "no-such.jsonl"], 1, "no-such.jsonl does not exist"),
-        (["--tokens", "0"], 2, "0 is too small"),
+        (["--tokens", "0"], 2, "--tokens must be a whole number between 1 and 2,147,483,647, not 0"),
         (["--max-prompt", "3"], 1, "cannot lose"),
     ],
 )
