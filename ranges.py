@@ -56,7 +56,7 @@ class Range:
         """The number that a text spells, as Python does. Raises ValueError that says what it has to be."""
         try:
             value: int | float = int(text) if self.kind is int else float(text)
-        except ValueError:  # no number, or one of more digits than Python reads
+        except (ValueError, OverflowError):  # no number, or one of more digits than Python reads
             raise ValueError(self.refusal(text)) from None
         if not self.has(value):
             raise ValueError(self.refusal(value if self.kind is int else text))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..cache.snapshot import read_snapshot, write_snapshot
 from ..errors import SnapshotError
+from ..ranges import Range
 from .saving import are_messages, pack, unpack
 from .sequence import Sequence
 
@@ -53,8 +54,8 @@ def read_chat(engine: Engine, path: str | Path) -> SavedChat:
         (system is None or isinstance(system, str))
         and are_messages(messages)
         and isinstance(pending, list)
-        and all(isinstance(token, int) and 0 <= token < size for token in pending)
-        and (end is None or (isinstance(end, int) and 0 <= end < size))
+        and all(Range(0, size - 1).has(token) for token in pending)
+        and (end is None or Range(0, size - 1).has(end))
     )
     if not sound:
         raise SnapshotError(f"{path} is inconsistent: it does not say what was spoken")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import index
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,8 @@ def prompt_ids(
     if sum(given is not None for given in (prompt, messages, ids)) != 1:
         raise OptionError("give exactly one of a prompt text, messages and ids")
     if ids is not None:
+        if isinstance(ids, (str, bytes, Mapping)) or not hasattr(ids, "__iter__"):
+            raise PromptError(f"ids are a list of token ids, not {shown(ids)}")
         if any(isinstance(token, bool) for token in ids):
             raise PromptError("token ids are whole numbers, not True or False")
         try:
@@ -41,9 +43,12 @@ def prompt_ids(
             size = engine.config.vocab_size
             raise PromptError(f"token id {shown(wrong[0])} is outside the model's vocabulary of {size:,}")
     elif messages is not None:
+        if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
+            raise PromptError(f"messages are a list of mappings with 'role' and 'content', not {shown(messages)}")
         for message in messages:
             if isinstance(message, dict) and isinstance(content := message.get("content"), str):
-                check_text(content, f"the {message.get('role', 'chat')} message")
+                role = message.get("role")
+                check_text(content, f"the {role if isinstance(role, str) else 'chat'} message")
                 check_length(engine, content)
         result = engine.chat_template().encode(messages)
     else:

@@ -15,6 +15,7 @@ from ..errors import CakeError, OptionError, PromptError, TokenizerError
 from ..models.chat_template import ChatTemplate
 from ..models.config import ModelConfig
 from ..models.tokenizer import Tokenizer
+from ..ranges import COUNT
 from .available import available_memory
 from .chat import Chat
 from .document import Document, compress, load_document, open_document, question_ids
@@ -141,8 +142,10 @@ class Engine:
         Raises PromptError if the prompt does not fit the context and MemoryLimit if the run does not fit the memory;
         near the limit a warning is logged.
         """
-        wanted = self._generation(config, {}).max_new_tokens or 0
-        plan = plan_reply(self, prompt_tokens, wanted, stream_prefill, conversation=conversation)
+        if prompt_tokens is not None:
+            COUNT.check("prompt_tokens", prompt_tokens)
+        wanted, piece = self._generation(config, {}).max_new_tokens or 0, piece_size(stream_prefill)
+        plan = plan_reply(self, prompt_tokens, wanted, piece, conversation=conversation)
         check_memory(plan, available_memory(str(self.device)))
 
     @property

@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import Template, TemplateError, TemplateSyntaxError
 
 from ..errors import PromptError, TokenizerError
+from ..ranges import shown
 from .jinja_template import compile_template
 from .literal_marks import LiteralMarks
 from .token_files import read_json
@@ -229,7 +230,7 @@ def _checked(message: Message, number: int) -> dict[str, Any]:
     if not isinstance(message, Mapping) or "role" not in message:
         raise PromptError(f"message {number} is not a mapping with 'role' and 'content'")
     if message["role"] not in ROLES:
-        raise PromptError(f"message {number} has the role {message['role']!r}; roles are {', '.join(ROLES)}")
+        raise PromptError(f"message {number} has the role {shown(message['role'])}; roles are {', '.join(ROLES)}")
     unknown = [key for key, value in message.items() if key not in ("role", "content") and value is not None]
     if unknown:
         raise PromptError(

@@ -156,6 +156,11 @@ def test_files_that_contradict_themselves_are_refused_though_their_checksum_is_r
     refused(header, payload[:start] + struct.pack("<q", 4) + payload[start + 8 :])
     about = {**header["__metadata__"], "about": "[]"}
     refused({**header, "__metadata__": about})
+    for absurd in (10**400, -1, float("inf"), float("nan"), 1e300, True, "7", None, [7]):
+        refused({**header, "keys": {**keys, "data_offsets": [0, absurd]}})
+    for key in ("version", "kv_bits"):
+        for absurd in ("9" * 400, "9" * 5000, "-1", "0", "1e400", "nan", "", 10**400, float("inf"), [1]):
+            refused({**header, "__metadata__": {**header["__metadata__"], key: absurd}})
 
 
 @pytest.mark.parametrize(

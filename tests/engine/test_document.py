@@ -341,7 +341,15 @@ def test_another_models_and_another_kind_of_file_are_refused(model_folder, tmp_p
 
 
 @pytest.mark.parametrize(
-    "change", [{"source": None}, {"given": "poem"}, {"read": "x"}, {"budget": {}}, {"frequencies": 1}]
+    "change",
+    [
+        *({"source": None}, {"given": "poem"}, {"read": "x"}, {"budget": {}}, {"frequencies": 1}),
+        *({"read": value} for value in (10**400, -1, True, 1.5, float("inf"))),
+        *({"rotary_length": value} for value in (10**400, 0, -1, True, 1e300, "9" * 400)),
+        *({"window": value} for value in (10**400, 0, -1, True, 8.5, "8")),
+        *({"budget": value} for value in (10**400, 0, -1, True, 64.5, "64")),
+    ],
+    ids=str,
 )
 def test_a_file_that_says_nonsense_of_its_text_is_refused(model_folder, tmp_path, change):
     engine = load(model_folder())
