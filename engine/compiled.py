@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 from functools import cached_property
 from types import ModuleType
 
@@ -21,7 +20,7 @@ from .compiling import Compiling
 from .kernels import NO_NUMBA, ON_CPU, kernels_cached, load_step
 from .sequence import Sequence
 from .stepper import OnWait
-from .team import Team
+from .team import Team, team_size
 from .weight_tables import FORMATS, WeightTables, in_lines
 
 log = logging.getLogger(__name__)
@@ -49,10 +48,10 @@ class CompiledStep:
             raise BackendError(f"the compiled step has no form for packed rows of heads of {config.head_dim} numbers")
         self._tables = WeightTables(decoder)
         self.decoder = decoder
-        cores = os.cpu_count() or 1
-        self.threads = max(1, min(threads, cores))
-        if threads > cores:
-            log.warning("decoding uses %d threads, one for each core: %d would wait for each other", cores, threads)
+        self.threads = team_size(threads)
+        if threads > self.threads:
+            what = "decoding uses %d threads, one for each core: %d would wait for each other"
+            log.warning(what, self.threads, threads)
         self._team = Team(self.threads)
         whole = config.head_dim % 16 == 0
         self._lanes = (0,) * (config.head_dim // 16 if whole else 0)

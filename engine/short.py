@@ -6,7 +6,6 @@ torch multiplies int8 weights that have been widened, and for few tokens the wid
 from __future__ import annotations
 
 import importlib.util
-import os
 import threading
 from types import ModuleType
 
@@ -22,7 +21,7 @@ from .background import Background
 from .compiling import Compiling
 from .kernels import kernels_cached, load_short
 from .stepper import OnWait
-from .team import Team
+from .team import Team, team_size
 from .weight_tables import WeightTables, in_lines
 
 MOST_TOKENS = {torch.int8: 192}  # of a piece that is faster here, by how weights are stored; see bench/NOTES.md
@@ -44,7 +43,7 @@ class ShortPieces:
     def __init__(self, decoder: Decoder, threads: int, staging: torch.dtype) -> None:
         config = decoder.config
         self.most, self._decoder = most_tokens(config, decoder.dtype), decoder
-        self._threads = max(1, min(threads, os.cpu_count() or 1))
+        self._threads = team_size(threads)
         self._team, self._alone = Team(self._threads), Team(1)
         self._tables = WeightTables(decoder)
         self._staging = staging

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
+
+def team_size(threads: int) -> int:
+    """As many threads as were asked for, or one for each core that this process may use, where that is less.
+
+    Those of a team wait for each other without letting go of their cores: two on one would work in turn.
+    """
+    can_say = hasattr(os, "sched_getaffinity")  # what taskset and containers leave; not everywhere
+    return max(1, min(threads, len(os.sched_getaffinity(0)) if can_say else os.cpu_count() or 1))
 
 
 class Team:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..cache.view import LayerView
 from .compiling import Compiling
 from .kernels import load_window
-from .team import Team
+from .team import Team, team_size
 
 FEWEST_COLUMNS = 1024  # below it torch is quick enough, and nothing need be compiled
 KIND = "window"
@@ -74,4 +74,4 @@ class WindowWorker:
 
 def make_window_pass(threads: int) -> WindowWorker | None:
     """A worker; None where numba is missing, of which the decode step warns."""
-    return WindowWorker(threads) if importlib.util.find_spec("numba") else None
+    return WindowWorker(team_size(threads)) if importlib.util.find_spec("numba") else None

@@ -182,8 +182,26 @@ def test_what_has_no_form_for_packed_rows_and_what_threads_are_too_many_is_said(
         CompiledStep(decoder, torch.float32, 1, kv_bits=4)
     with caplog.at_level("WARNING"):
         step = CompiledStep(decoder, torch.float32, (os.cpu_count() or 1) + 3)
-    assert step.threads == os.cpu_count()
-    assert f"decoding uses {os.cpu_count()} threads, one for each core" in caplog.text
+    cores = len(os.sched_getaffinity(0))
+    assert step.threads == cores
+    assert f"decoding uses {cores} threads, one for each core: {(os.cpu_count() or 1) + 3} would wait" in caplog.text
+
+
+def test_no_team_is_larger_than_the_cores_that_this_process_may_use(tiny, caplog, monkeypatch):
+    from cake_infer.engine.short import make_short_pieces
+    from cake_infer.engine.window import make_window_pass
+
+    decoder = tiny()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {5}, raising=False)
+    with caplog.at_level("WARNING"):
+        step = CompiledStep(decoder, torch.float32, 2)
+    assert (step.threads, step._team.size) == (1, 1)
+    assert "decoding uses 1 threads, one for each core: 2 would wait" in caplog.text
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(3)), raising=False)
+    assert CompiledStep(decoder, torch.float32, 8)._team.size == 3
+    assert make_window_pass(8)._team.size == 3
+    short = make_short_pieces(decoder, 8, torch.float32)
+    assert short is None or short._team.size == 3
 
 
 def test_a_hold_rule_is_refused_before_a_weight_is_read(tmp_path, write_checkpoint):
