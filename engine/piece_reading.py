@@ -33,6 +33,8 @@ def reading_of(
     if short is not None and short.at_hand:
         short.prepare()  # what is not compiled yet is compiled behind the reply's first token
     taken = short is not None and short.takes(len(ids), runner.chunk) and needs.isdisjoint(BETWEEN)
+    if short is not None and not taken:
+        short.release()
 
     def steps() -> prefill.Reading[Tensor]:
         hidden = yield from prefill.reading(

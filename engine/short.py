@@ -56,7 +56,7 @@ class ShortPieces:
         self._lanes = (0,) * (config.head_dim // ROWS if config.head_dim % ROWS == 0 else 0)
         self._group = (0,) * (config.num_heads // config.num_kv_heads)
         self._kind += f"-{len(self._lanes)}-{len(self._group)}"
-        self._room = (0, 0)
+        self._free()
 
     @property
     def at_hand(self) -> bool:
@@ -223,6 +223,17 @@ class ShortPieces:
             out.numpy(),
             tables.like,
         )
+
+    def release(self) -> None:
+        """Give the work space back, where a long text is read: its plan counts the whole of the memory anew."""
+        if self.ready:
+            self._free()
+
+    def _free(self) -> None:
+        self._space: tuple[np.ndarray, ...] = ()
+        self._tokens_space: tuple[np.ndarray, ...] = ()
+        self._attention_space: tuple[np.ndarray, ...] = ()
+        self._room = (0, 0)
 
     def _make_room(self, n: int, columns: int) -> None:
         """Work space for n tokens, over rows of so many columns with theirs."""

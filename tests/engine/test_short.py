@@ -329,6 +329,31 @@ def test_longer_pieces_and_those_of_several_chunks_are_read_by_torch(make_decode
     assert counted == [most] * 3
 
 
+def test_a_long_piece_is_read_without_the_work_space_of_short_ones(make_decoder, random_ids, monkeypatch):
+    runner = runner_of(make_decoder(), chunk=1000)
+    most = runner.short.most
+
+    def held():
+        spaces = (runner.short._space, runner.short._tokens_space, runner.short._attention_space)
+        return sum(array.nbytes for space in spaces for array in space)
+
+    short = fed(runner, Sequence(), random_ids(most))
+    before, while_read = held(), []
+    stage = type(runner.tenancy.arena).stage
+
+    def watched(self, *arguments):
+        while_read.append(held())
+        return stage(self, *arguments)
+
+    monkeypatch.setattr(type(runner.tenancy.arena), "stage", watched)
+    fed(runner, Sequence(), random_ids(most + 1))
+    assert set(while_read) == {0}, "the plan of a long prompt does not count it"
+    assert held() < before / 4, "the logits of one token need little"
+    again = fed(runner, Sequence(), random_ids(most))
+    assert torch.equal(short[0], again[0])
+    assert short[1] == again[1]
+
+
 def test_a_batch_gives_what_each_gets_alone(make_decoder, random_ids, counted):
     runner = runner_of(make_decoder())
     config = resolve_generation(GenerationConfig(max_new_tokens=5, temperature=0.0), {})
