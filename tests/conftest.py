@@ -100,6 +100,14 @@ def _checkpoint_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Te
     return tensors
 
 
+LONG = ("tests/test_gpu_check.py", "tests/engine/test_harness.py")  # a test of theirs takes as long as a hundred others
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests come first, so that at the end no process waits for another's."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+
+
 @pytest.fixture(autouse=True)
 def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill multiplies in fp32 whatever the CPU, so that tests say the same everywhere."""

@@ -169,7 +169,7 @@ def test_the_triton_kernels_decode_ahead_as_plain_attention_does(
     pytest.importorskip("triton")
     from cake_infer.engine.attention.ragged import RaggedTriton
 
-    folder = write_checkpoint(tmp_path / "model")
+    folder = write_checkpoint(tmp_path / "model", num_hidden_layers=2)
     options = {"context": 256, **CACHES[cache]}
     eager = make_runner(folder, step="eager", **options)
     graphed = make_graphed(folder, attention=RaggedTriton(), **options)
@@ -188,7 +188,7 @@ def test_the_triton_kernels_decode_ahead_as_plain_attention_does(
 
 def test_int8_weights_are_multiplied_as_they_are_stored(tmp_path, write_checkpoint, random_ids):
     pytest.importorskip("triton")
-    folder = write_checkpoint(tmp_path / "model")
+    folder = write_checkpoint(tmp_path / "model", num_hidden_layers=2)
     decoder = as_quantised(load_decoder(folder, read_config(folder)), "int8")
     with pytest.raises(BackendError, match="no products with these packed weights"):
         DeviceStep(decoder, Ragged(), window=4, hold=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import sys
-import time
 
 import pytest
 from cake_infer.engine.apps.console import Console
@@ -149,14 +148,15 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize(("name", "drawn"), [("xterm", True), ("dumb", False)])
 def test_a_terminal_that_cannot_take_a_line_away_gets_no_bar_and_no_colour(
-    monkeypatch: pytest.MonkeyPatch, name: str, drawn: bool
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, name: str, drawn: bool
 ) -> None:
     monkeypatch.setenv("TERM", name)
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr(sys, "stderr", stream := Terminal())
     with Console() as console:
+        console.progress._clock = clock
         console.progress.update("load", 0, 100)
-        time.sleep(0.55)
+        clock.now += 0.55
         console.progress.update("load", 50, 100)
         console.notice("a notice")
     assert ("loading" in stream.getvalue()) is drawn
