@@ -143,7 +143,7 @@ class DeviceStep:
         active = state.length[0, :, 0] >= 0
         run = self._layers_fused if self._fused else self._layers_plain
         hidden = run(state, store, longest, packed, hidden, cos, sin)
-        logits = self.decoder.logits(hidden)
+        logits = self._logits(hidden)
         if Kind.LOGITS in kind:
             assert state.logits is not None, "made before the first step of this kind"
             state.logits.copy_(logits)
@@ -153,6 +153,21 @@ class DeviceStep:
         state.position.add_(active)
         if not self.hold:  # else the exchange has raised what has grown
             state.length.add_(state.length >= 0)
+
+    def _takes(self, tokens: int) -> bool:
+        """Whether the products of so many tokens are worked by `few_products`."""
+        if not self._fused:
+            return False
+        from .few_products import takes
+
+        return all(fused.few for fused in self._fused) and takes(self.decoder, tokens)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        if not self._takes(hidden.shape[0]):
+            return self.decoder.logits(hidden)
+        from .few_products import logits
+
+        return logits(self.decoder, hidden)
 
     def _layers_plain(
         self,
@@ -193,12 +208,18 @@ class DeviceStep:
         cos: Tensor,
         sin: Tensor,
     ) -> Tensor:
-        """The same in about a dozen launches a layer."""
+        """The same in about a dozen launches a layer; in seven where the products of few tokens are worked here."""
+        few = self._takes(state.rows)
         delta: Tensor | None = None
         for index, (fused, layer) in enumerate(zip(self._fused, self._layers, strict=True)):
             rows = state.layer(index, store, longest)
+            ring = None if state.ring is None else state.ring[index]
+            if few:  # the residuals are raised as the products are worked
+                queries = fused.place_few(hidden, cos, sin, rows, ring)
+                fused.add_few(hidden, self._attend(queries, rows, index, state, packed).flatten(1))
+                continue
             normed = fused.add_norm(hidden, delta, mlp=False)
-            queries = fused.place(normed, cos, sin, rows, None if state.ring is None else state.ring[index])
+            queries = fused.place(normed, cos, sin, rows, ring)
             out = self._attend(queries, rows, index, state, packed)
             delta = linear(out.flatten(1), layer.o_proj, layer.o_bias, None)
             delta = fused.mlp(fused.add_norm(hidden, delta, mlp=True))

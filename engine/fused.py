@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ..models.decoder import Decoder, Layer
 from ..models.products import linear
+from ..models.quantisation import Matrix
+from . import few_products
 from . import triton_step as kernels
 from .attention.ragged import next_power
 from .attention.rows import Rows
@@ -31,6 +33,29 @@ class FusedLayer:
         if decoder.device.type == "cuda":
             torch.cuda.empty_cache()  # the parts are too small to be used for the next layer's whole
 
+    @property
+    def few(self) -> bool:
+        """Whether the products of few tokens can be worked here with what lies around them, see `few_products`."""
+        return self._qkv is not None and self._gate_up is not None and self._decoder.config.hidden_act == "silu"
+
+    def place_few(self, hidden: Tensor, cos: Tensor, sin: Tensor, rows: Rows, ring: Tensor | None) -> Tensor:
+        """`place` of hidden states that are still to be normed."""
+        assert self._qkv is not None
+        norm = self._norm(self._layer.input_layernorm)
+        return self._place(few_products.product(hidden, *self._qkv, norm=norm), cos, sin, rows, ring)
+
+    def add_few(self, hidden: Tensor, attended: Tensor) -> None:
+        """Raise `hidden` by the output projection of `attended` `[n, heads * head_dim]`, and by the MLP of that."""
+        assert self._gate_up is not None
+        layer, norm = self._layer, self._norm(self._layer.post_attention_layernorm)
+        few_products.product(attended, _plain(layer.o_proj), layer.o_bias, add_to=hidden)
+        gated = few_products.product(hidden, *self._gate_up, norm=norm, gated=True)
+        few_products.product(gated, _plain(layer.down_proj), layer.down_bias, add_to=hidden)
+
+    def _norm(self, weight: Tensor) -> tuple[Tensor, float, float]:
+        config = self._decoder.config
+        return weight, config.rms_norm_eps, config.norm_offset
+
     def add_norm(self, hidden: Tensor, delta: Tensor | None, *, mlp: bool) -> Tensor:
         """Add `delta` to `hidden`, in place, and give the norm that the MLP (or attention) reads: `[n, hidden]`."""
         weight = self._layer.post_attention_layernorm if mlp else self._layer.input_layernorm
@@ -39,15 +64,28 @@ class FusedLayer:
     def place(self, normed: Tensor, cos: Tensor, sin: Tensor, rows: Rows, ring: Tensor | None) -> Tensor:
         """Write the newcomers' keys, values and positions behind their rows, and the queries into the ring
         `[n, slots, heads, head_dim]`. Returns the rotated queries `[n, heads, head_dim]`."""
-        config, layer, n = self._decoder.config, self._layer, normed.shape[0]
+        layer = self._layer
+        if self._qkv is not None:
+            return self._place(F.linear(normed, *self._qkv), cos, sin, rows, ring)
+        q = linear(normed, layer.q_proj, layer.q_bias, None)
+        k = linear(normed, layer.k_proj, layer.k_bias, None)
+        v = linear(normed, layer.v_proj, layer.v_bias, None)
+        return self._place((q, k, v), cos, sin, rows, ring)
+
+    def _place(
+        self,
+        projected: Tensor | tuple[Tensor, Tensor, Tensor],
+        cos: Tensor,
+        sin: Tensor,
+        rows: Rows,
+        ring: Tensor | None,
+    ) -> Tensor:
+        """`place` of what has been projected: q, k and v, apart or side by side."""
+        config, layer = self._decoder.config, self._layer
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         widths = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
-        if self._qkv is not None:
-            q, k, v = torch.split(F.linear(normed, *self._qkv), widths, 1)
-        else:
-            q = linear(normed, layer.q_proj, layer.q_bias, None)
-            k = linear(normed, layer.k_proj, layer.k_bias, None)
-            v = linear(normed, layer.v_proj, layer.v_bias, None)
+        q, k, v = torch.split(projected, widths, 1) if isinstance(projected, Tensor) else projected
+        n = q.shape[0]
         queries = torch.empty(n, heads, head_dim, dtype=q.dtype, device=q.device)
         normal = layer.q_norm is not None and layer.k_norm is not None
         kernels.place_kernel[(n, heads + kv_heads)](
@@ -114,6 +152,11 @@ def add_norm(decoder: Decoder, hidden: Tensor, delta: Tensor | None, weight: Ten
         num_warps=8,
     )
     return out
+
+
+def _plain(matrix: Matrix) -> Tensor:
+    assert isinstance(matrix, Tensor)
+    return matrix
 
 
 def _joined(layer: Layer, stored: Layer, names: tuple[str, ...]) -> tuple[Tensor, Tensor | None] | None:

@@ -153,9 +153,10 @@ def launch() -> None:
         store = Store(layout, size.decode * config.head_dim * kv_dtype.itemsize, size.decode, torch.device("cpu"))
         step = DeviceStep(decoder, RaggedTriton(), window=4, hold=hold)
         with torch.inference_mode():
-            sampler = DeviceSampler(2, config.vocab_size, None, None, torch.device("cpu"))
-            state = DeviceState(decoder, 2, 4, sampler)
-            step(state, store, 400, Kind.GREEDY)
+            for seats in (1, 2):
+                sampler = DeviceSampler(seats, config.vocab_size, None, None, torch.device("cpu"))
+                state = DeviceState(decoder, seats, 4, sampler)
+                step(state, store, 400, Kind.GREEDY)
             newcomers = torch.zeros(2, config.num_kv_heads, config.head_dim, dtype=dtype)
             store_newcomers(state.layer(0, store, 400), newcomers, newcomers)
     packed = ((8, 64, torch.float16, None), (4, 128, torch.bfloat16, 7), (2, 96, torch.float32, None))
