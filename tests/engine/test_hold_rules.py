@@ -97,7 +97,7 @@ def test_rows_equal_a_plain_list_model_and_logits_a_dense_one(
         hold_by=f"{name},interval={interval}",
         step="eager",
     )
-    ids, new = random_ids(prompt), random_ids(60, seed=1)
+    ids, new = random_ids(prompt), random_ids(45, seed=1)
     sequence = Sequence()
     start(runner, sequence, ids, len(new) + 1)
     arena = runner.tenancy.arena

@@ -86,12 +86,12 @@ def test_attention_is_that_over_the_numbers_that_codes_stand_for(bits, dim, head
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_a_piece_of_which_nothing_is_seen_weighs_nothing(bits):
-    row = Row(32, bits, 96, 32, 40)
-    tuples = ((0,) * 2, (0,) * 2, (0,) * bits)
-    top, total, output = np.ones(2, np.float32), np.ones(2, np.float32), np.ones((2, 32), np.float32)
-    weights = np.zeros((2, WEIGHTS), np.float32)
-    shares = np.zeros((packed_rows.share_lines(2, 32), WEIGHTS), np.float32)
-    queries = np.ones((2, 32), np.float32)
+    row = Row(64, bits, 96, 32, 40)
+    tuples = ((0,) * 4, (0,) * 3, (0,) * bits)
+    top, total, output = np.ones(3, np.float32), np.ones(3, np.float32), np.ones((3, 64), np.float32)
+    weights = np.zeros((3, WEIGHTS), np.float32)
+    shares = np.zeros((packed_rows.share_lines(3, 64), WEIGHTS), np.float32)
+    queries = np.ones((3, 64), np.float32)
     attend(queries, row.tables, 32, 40, int(row.position.max()), top, total, output, weights, shares, *tuples)
     assert np.all(top == -np.inf)
     assert np.all(total == 0)
@@ -99,6 +99,6 @@ def test_a_piece_of_which_nothing_is_seen_weighs_nothing(bits):
 
 
 def test_a_number_that_is_none_is_not_hidden():
-    row = Row(32, 4, 96, 32, 40)
+    row = Row(64, 4, 96, 32, 40)
     row.tables[3].view(np.float16)[1, 5] = np.nan
-    assert np.isnan(row.attention(np.ones((2, 32), np.float32), -1)[1]).all()
+    assert np.isnan(row.attention(np.ones((3, 64), np.float32), -1)[1]).all()
