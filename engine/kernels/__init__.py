@@ -77,6 +77,7 @@ def _load(name: str) -> ModuleType:
             numba.config.CACHE_DIR = before
         for function in vars(module).values():
             if isinstance(function, numba.core.dispatcher.Dispatcher):
+                keep_by_sources(function._cache)
                 keep_alone(function._cache)
         return module
 
@@ -105,6 +106,7 @@ def cache_folder() -> Path:
         binding.get_host_cpu_name(),
         str(binding.get_host_cpu_features()),
         str(has_tiles()),
+        "kept by sources",  # where the files lie
     ):
         digest.update(fact.encode())
     folder = kernel_home() / digest.hexdigest()[:16]
@@ -134,6 +136,22 @@ def locked(name: str) -> Iterator[None]:
             file = stack.enter_context(open(cache_folder() / f"{name}.lock", "ab"))
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def keep_by_sources(kept: Any) -> None:
+    """Keep what numba compiles of a function in `cache_folder` itself, which says what its sources are.
+
+    Numba goes by the path and the time of the source file: another installation of the same version, or the same one
+    anew, would be compiled anew, and without a word where `kernels_cached` knows of the first.
+    """
+    from numba.core.caching import IndexDataCacheFile
+
+    if not hasattr(kept, "_cache_file"):
+        return  # of a function that is kept as a part of others alone
+    folder = cache_folder()
+    kept._cache_path = str(folder)
+    kept._cache_file = IndexDataCacheFile(kept._cache_path, kept._impl.filename_base, source_stamp=folder.name)
+    kept._impl.locator.ensure_cache_path = lambda: None  # it is there
 
 
 def keep_alone(kept: Any) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +106,44 @@ def test_two_processes_do_not_compile_the_same_nor_keep_anything_at_the_same_tim
     assert seen == [("compiles", True, False), ("keeps", True, True)]
     assert not holds(tmp_path / "double.lock")
     assert not holds(tmp_path / "index.lock")
+
+
+KERNEL = """
+import numba
+
+@numba.njit(cache=True)
+def twice(x):
+    return 2 * x
+"""
+
+
+def test_another_installation_of_the_same_sources_compiles_nothing_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Numba alone goes by path and time of a file: each checkout, and each reinstallation, compiled for a minute."""
+    folder = tmp_path / "of-these-sources"
+    folder.mkdir()
+    monkeypatch.setattr(kernels, "cache_folder", lambda: folder)
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(folder))
+    hits = []
+    for number, place in enumerate(("one", "other", "other")):
+        path = tmp_path / place / "kernel.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(KERNEL)
+        os.utime(path, (number * 1000, number * 1000))
+        spec = importlib.util.spec_from_file_location("kernel_of_a_test", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, "kernel_of_a_test", module)
+        spec.loader.exec_module(module)
+        kernels.keep_by_sources(module.twice._cache)
+        kernels.keep_alone(module.twice._cache)
+        assert module.twice(4) == 8
+        hits.append(sum(module.twice.stats.cache_hits.values()))
+    assert hits == [0, 1, 1]
+    assert {path.parent for path in tmp_path.rglob("*.nbi")} == {folder}
+    assert list(folder.glob("kernels_*")) == []
 
 
 @pytest.mark.parametrize("name", ["decode_step", "window_pass", "read_layer", "head"])
