@@ -32,6 +32,7 @@ PARTS = {
     "peers",
     "launches",
     "small",
+    "products",
     "prefill",
     "packed",
     "int8",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import decoding
 import exact
 import peers
+import products
 import reading
 import right
 import texts
@@ -20,6 +21,7 @@ PARTS = {
     "peers": peers.peers,
     "launches": decoding.launches,
     "small": decoding.small,
+    "products": products.products,
     "prefill": reading.prefill,
     "packed": decoding.packed,
     "int8": decoding.int8,
