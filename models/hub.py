@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ModelNotFound, OptionError
+from ..ranges import shown
 from .embedded import embedded_folder, ensure_embedded, is_embedded_complete
 from .hub_cache import Cached, cached, hub_cache_folder, offline
 from .hub_files import CONFIG
@@ -99,7 +100,7 @@ def _target(name: str | Path, revision: str | None) -> _Target:
     try:
         is_folder, is_file = path.is_dir(), path.is_file()
     except OSError as error:  # too long a name, no way into the folder
-        raise ModelNotFound(f"cannot look for the model {text}: {error.strerror or error}") from error
+        raise ModelNotFound(f"cannot look for the model {shown(text)}: {error.strerror or error}") from error
     if is_folder:
         if revision is not None:
             raise OptionError(

@@ -97,6 +97,44 @@ def test_every_entry_point_names_what_there_is() -> None:
         assert not name or f"\ndef {name}(" in source or f"\nclass {name}(" in source, point
 
 
+def test_a_ctrl_c_that_breaks_an_import_off_ends_it_without_a_word() -> None:
+    """Torch catches what strikes while it imports numpy, which can then not be imported any more."""
+    code = """
+import os, signal, sys
+from cake_infer import __main__, cli
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+def broken():
+    try:
+        if sys.argv[1] == "interrupted":
+            os.kill(os.getpid(), signal.SIGINT)
+            while True:
+                pass
+    except KeyboardInterrupt:
+        pass
+    raise ImportError("cannot load module more than once per process")
+
+cli.main = broken
+sys.exit(__main__.main())
+"""
+    interrupted, alone = run_python(code, "interrupted"), run_python(code, "alone")
+    assert (interrupted.returncode, interrupted.stdout, interrupted.stderr) == (130, "", "")
+    assert alone.returncode == 1
+    assert "more than once" in alone.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a system without a full disk to write to")
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["plan", "--help"], ["eval", "--help"], ["policies"]])
+def test_help_that_cannot_be_written_is_an_error(words: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "cake_infer", *words]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: cannot ")
+    assert "No space left" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_every_public_name_is_there() -> None:
     missing = [name for name in cake_infer.__all__ if not hasattr(cake_infer, name)]
     assert missing == []

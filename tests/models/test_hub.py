@@ -464,7 +464,7 @@ def test_the_home_folder_of_nobody_is_called_a_folder(no_network: Path, name: st
 
 
 def test_a_name_that_is_too_long_for_a_path_is_no_model(no_network: Path) -> None:
-    assert _message("a" * 5000).startswith("cannot look for the model aaa")
+    assert _message("a" * 5000).startswith("cannot look for the model 'aaa")
 
 
 def test_a_path_object_is_never_a_hub_id_that_it_looks_like(no_network: Path) -> None:
