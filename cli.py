@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 from . import __version__
 from .engine.options import UsageError, check_options, spell_flags
@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
         message = re.sub(r"^argument (\S+): must be", r"\1 must be", " ".join(message.split()))
         raise UsageError(f"{message}; see {self.prog} --help")
 
-    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
+    def _print_message(self, message: str, file: Any = None) -> None:
         """Help and version. argparse would take no notice of a full disk, or of a reader that has gone."""
         if message:
             print(message, end="", file=sys.stdout if file is None else file, flush=True)
