@@ -19,6 +19,20 @@ def projections(view: LayerView, head: int) -> Tensor:
     return matrix.t().reshape(view.group, head_dim, -1)
 
 
+def value_sizes(view: LayerView, norm: str) -> Tensor:
+    """`projected_norms` (norm l1) or `projected_lengths` (l2) of all heads: fp32 `[kv_heads, n]`, 0 for columns that a
+    head has not. Lengths by the compiled pass where the view has one that fits."""
+    if norm == "l2" and view.window_pass is not None and view.window_pass.fits(view):
+        found = view.window_pass.lengths(view)
+        if found is not None:
+            return found
+    sizes = torch.zeros(view.keys.shape[:2], device=view.keys.device)
+    measure = projected_lengths if norm == "l2" else projected_norms
+    for head, length in enumerate(view.columns):
+        sizes[head, :length] = measure(view, head)
+    return sizes
+
+
 def projected_norms(view: LayerView, head: int) -> Tensor:
     """The L1 norm of `W_o v`, mean over the query heads of a KV head: fp32 `[length]`, in tiles of tokens."""
     assert view.values is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,16 +30,39 @@ def row_order(
     wanted = [keep] * kv_heads if isinstance(keep, int) else list(keep)
     if len(valid) != kv_heads or len(wanted) != kv_heads or any(k > v for k, v in zip(wanted, valid, strict=True)):
         raise ValueError(f"cannot keep {wanted} of {valid} columns in {kv_heads} heads")
+    if indicator.device.type == "cpu":
+        order = _on_cpu(indicator.float().numpy(), positions.numpy(), window_start, valid, max(wanted))
+    else:
+        order = _on_device(indicator, positions, window_start, valid, max(wanted))
+    if min(wanted) < max(wanted):
+        ends = to_device(wanted, order.device, torch.int64)[:, None]
+        order.masked_fill_(torch.arange(max(wanted), device=order.device) >= ends, -1)
+    return order
+
+
+def _on_device(indicator: Tensor, positions: Tensor, window_start: int, valid: Sequence[int], most: int) -> Tensor:
     # One integer per column: the score's bits in an order of integers (+ 0 joins the two zeros), then the position.
     bits = (indicator.float() + 0.0).view(torch.int32)
     rank = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).masked_fill_(positions >= window_start, 0x7FFFFFFF).long()
     key = (rank << 32) + (0x7FFFFFFF - positions.long())
-    if any(length < n for length in valid):
-        columns = torch.arange(n, device=key.device)
+    if any(length < key.shape[1] for length in valid):
+        columns = torch.arange(key.shape[1], device=key.device)
         ends = to_device(valid, key.device, torch.int64)[:, None]
         key.masked_fill_(columns >= ends, torch.iinfo(torch.int64).min)
-    order = key.topk(max(wanted), dim=1, sorted=True).indices
-    if min(wanted) < max(wanted):
-        ends = to_device(wanted, key.device, torch.int64)[:, None]
-        order.masked_fill_(torch.arange(max(wanted), device=key.device) >= ends, -1)
-    return order
+    return key.topk(most, dim=1, sorted=True).indices
+
+
+def _on_cpu(indicator: np.ndarray, positions: np.ndarray, window_start: int, valid: Sequence[int], most: int) -> Tensor:
+    """The same integers, turned round: numpy sorts whole rows of them in a third of the time of torch's topk."""
+    bits = (indicator + np.float32(0)).view(np.int32)
+    bits ^= (bits >> 31) & 0x7FFFFFFF
+    bits[positions >= window_start] = 0x7FFFFFFF
+    key = ~bits.astype(np.int64) << 32 | positions
+    for row, length in zip(key, valid, strict=True):
+        row[length:] = np.iinfo(np.int64).max
+    if most < key.shape[1] // 2:
+        best = np.argpartition(key, most, axis=1)[:, :most]
+        order = np.take_along_axis(best, np.argsort(np.take_along_axis(key, best, 1), axis=1), 1)
+    else:
+        order = np.argsort(key, axis=1)[:, :most]
+    return torch.from_numpy(order)

@@ -127,6 +127,15 @@ def layer_statistics(view: LayerView, gamma: float | None = None, pool: int = 5)
     return statistics
 
 
+def layer_moments(view: LayerView) -> tuple[float, float]:
+    """Dispersion and shift alone: what another pass over the window's attention left of them, or `layer_statistics`."""
+    known = cast("tuple[float, float] | None", view.memo.get("moments"))
+    if known is not None:
+        return known
+    statistics = layer_statistics(view)
+    return statistics.dispersion, statistics.shift
+
+
 def _tile_columns(view: LayerView) -> int:
     """Columns in a tile. Tiles grow with the threads of a CPU; on other devices few launches matter more."""
     if view.keys.device.type != "cpu":

@@ -51,12 +51,11 @@ class AdaptiveHeads:
 
     def __init__(self, ranked: Sequence[np.ndarray], caps: Sequence[int], alpha: float) -> None:
         """`ranked[head]`: scores, best first, of as many tokens as the head can ever get; `caps`: tokens there are."""
-        self.caps, self.alpha = np.asarray(caps, dtype=np.int64), alpha
-        scores = np.concatenate(list(ranked))
-        order = np.argsort(-scores, kind="stable")
-        heads = np.repeat(np.arange(len(ranked), dtype=np.int32), [len(row) for row in ranked])
-        ranks = np.concatenate([np.arange(len(row), dtype=np.int32) for row in ranked])
-        self._head, self._rank = heads[order], ranks[order]
+        self.caps, self.alpha = list(caps), alpha
+        order = np.argsort(-np.concatenate(list(ranked)), kind="stable")
+        heads = np.repeat(np.arange(len(ranked), dtype=np.int32), [len(row) for row in ranked])[order]
+        # of each head: its tokens' places among the tokens of all heads, the best of all at 0
+        self._places = [np.flatnonzero(heads == head).astype(np.int32) for head in range(len(ranked))]
         self._seats: int | None = None
         self._lengths: list[int] = []
 
@@ -65,11 +64,28 @@ class AdaptiveHeads:
         if seats == self._seats:
             return self._lengths
         assert self._seats is None or seats < self._seats, "a share grew"
-        heads = len(self.caps)
-        forced = np.minimum(int(self.alpha * seats), self.caps)
-        rest = min(heads * seats, int(self.caps.sum())) - int(forced.sum())
-        lengths = forced + np.bincount(self._head[self._rank >= forced[self._head]][:rest], minlength=heads)
-        kept = self._rank < lengths[self._head]
-        self._head, self._rank = self._head[kept], self._rank[kept]
-        self._seats, self._lengths = seats, lengths.tolist()
-        return self._lengths
+        floors = [min(int(self.alpha * seats), cap) for cap in self.caps]
+        total = min(len(floors) * seats, sum(self.caps))
+        # The best tokens up to some place, and of a head that has fewer than its floor among them that many instead: it
+        # takes them from the others, whose place moves to the front, and may leave further heads below their floors.
+        place, free = total, list(range(len(floors)))
+        lengths = floors
+        while free:
+            lengths = list(floors)
+            for head in free:
+                lengths[head] = int(self._places[head].searchsorted(place))
+            enough = [head for head in free if lengths[head] >= floors[head]]
+            if len(enough) == len(free):
+                break
+            free = enough
+            wanted = total - sum(floor for head, floor in enumerate(floors) if head not in free)
+            place = self._place_of(wanted, free)
+        self._places = [places[:length].copy() for places, length in zip(self._places, lengths, strict=True)]
+        self._seats, self._lengths = seats, lengths
+        return lengths
+
+    def _place_of(self, count: int, heads: Sequence[int]) -> int:
+        """Where `count` tokens of these heads alone lie in front."""
+        if not (count and heads):
+            return 0
+        return int(np.partition(np.concatenate([self._places[head] for head in heads]), count - 1)[count - 1]) + 1

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from .worst import WorstCase
+
 
 class WindowPass(Protocol):
-    """What works the window's attention for a view that it has a form for."""
+    """What works the window's attention, and what else scores take long for, of a view that it has a form for."""
 
     def fits(self, view: LayerView) -> bool:
         """Whether it has one."""
 
     def __call__(self, view: LayerView, gamma: float) -> tuple[Tensor, float, float]:
         """See `scores.window_moments`."""
+
+    def worst(self, view: LayerView, reach: int) -> WorstCase | None:
+        """See `worst.by_torch`, with dispersion and shift besides; None where it has no form for it."""
+
+    def lengths(self, view: LayerView) -> Tensor | None:
+        """See `projection.projected_lengths`, of all heads; None where it has no form for them."""
 
 
 @dataclass(frozen=True)

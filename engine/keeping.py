@@ -122,13 +122,13 @@ class Chosen:
     def rank(self, limit: int) -> list[np.ndarray]:
         """Per head the scores of its best columns before the window, at most `limit`, best first."""
         lengths = [min(length, self.floor + limit) for length in self.staged.lengths]
-        if self.worth is not None:  # by which heads are compared, where the indicator is an order only
-            before = self.staged.position < self.window_start
-            rows = [
-                row[:end][keep[:end]] for row, keep, end in zip(self.worth, before, self.staged.lengths, strict=True)
-            ]
-            best = [row.sort(descending=True).values.cpu().numpy() for row in rows]
-            return [row[: length - self.floor] for row, length in zip(best, lengths, strict=True)]
         order = self.order(lengths)[:, self.floor :].clamp_min(0)
-        ranked = self.indicator.gather(1, order).cpu().numpy()
-        return [row[: length - self.floor] for row, length in zip(ranked, lengths, strict=True)]
+        ranked = (self.indicator if self.worth is None else self.worth).gather(1, order).cpu().numpy()
+        rows = [row[: length - self.floor] for row, length in zip(ranked, lengths, strict=True)]
+        if self.worth is None or all((row[1:] <= row[:-1]).all() for row in rows):
+            return rows
+        # what heads are compared by falls in another order than what is kept
+        before = self.staged.position < self.window_start
+        whole = zip(self.worth, before, self.staged.lengths, strict=True)
+        best = [row[:end][keep[:end]].sort(descending=True).values.cpu().numpy() for row, keep, end in whole]
+        return [row[: length - self.floor] for row, length in zip(best, lengths, strict=True)]

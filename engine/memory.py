@@ -256,7 +256,10 @@ def working_bytes(
     window, group = min(cache.window, prompt_tokens), config.num_heads // config.num_kv_heads
     attended = group * window * prompt_tokens
     rows = config.num_kv_heads * prompt_tokens
-    if device.type == "cpu" and prompt_tokens >= FEWEST_COLUMNS and importlib.util.find_spec("numba"):
+    compiled = (
+        device.type == "cpu" and prompt_tokens >= FEWEST_COLUMNS and importlib.util.find_spec("numba") is not None
+    )
+    if compiled:
         # one array of the window's attention, a head's keys, the scores before and after pooling
         statistics = (attended + prompt_tokens * config.head_dim + rows) * FP32
     else:
@@ -268,7 +271,7 @@ def working_bytes(
         # the bounce buffer grows to what is moved at once
         slot = layout.head_dim * layout.kv_dtype.itemsize
         bounce = min(BOUNCE_BYTES, min(budget, prompt_tokens) * layout.num_layers * layout.num_kv_heads * slot)
-    lasting, reading, scoring = method_bytes(config, cache, layout, prompt_tokens, chunk)
+    lasting, reading, scoring = method_bytes(config, cache, layout, prompt_tokens, chunk, compiled=compiled)
     return max(attention + reading, statistics, scoring) + lasting + tables + bounce
 
 

@@ -8,15 +8,18 @@ from ..cache.layout import ArenaLayout
 from ..cache.merges import cam, d2o
 from ..models.config import ModelConfig
 from . import inputs
+from .lengths import LANES
+from .worst import REACH
 
 FP32, FP64 = 4, 8
 
 
 def method_bytes(
-    config: ModelConfig, cache: CacheConfig, layout: ArenaLayout, tokens: int, chunk: int
+    config: ModelConfig, cache: CacheConfig, layout: ArenaLayout, tokens: int, chunk: int, *, compiled: bool = False
 ) -> tuple[int, int, int]:
     """What the parts of a policy hold beside CAKE's statistics: the inputs of a whole layer, what gathering them takes
-    for a chunk, and what scoring takes: an upper bound, where that of CAKE itself is exact."""
+    for a chunk, and what scoring takes: an upper bound, where that of CAKE itself is exact. compiled: by the passes of
+    `engine/window.py`."""
     choice = cache.choice
     asked = frozenset() if choice is None else choice.inputs
     heads, kv_heads, dim, hidden = config.num_heads, config.num_kv_heads, config.head_dim, config.hidden_size
@@ -46,6 +49,10 @@ def method_bytes(
         # a head's attention and what it is made of, beside sums, norms and positions of all heads; or its values
         attended = (2 * rows + 6 * kv_heads + 4) * tokens
         measured = (2 * dim + 3 * kv_heads) * tokens + 2 * group * dim * hidden
+        if compiled and int(str(choice.options["indicator"]["pool"])) <= 2 * REACH + 1:
+            attended = (rows + dim + 4 * kv_heads + 1) * tokens  # once, and keys that are not fp32 or lie in no order
+        if compiled and dim % LANES == 0:
+            measured = (dim + kv_heads) * tokens + group * dim * (dim + hidden)
         return lasting, reading, max(max(attended, measured) * FP32, merging)
     scoring = (3 * rows + 4 * dim + 8 * kv_heads) * tokens * FP32
     if "output_projection" in asked:

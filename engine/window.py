@@ -1,4 +1,4 @@
-"""The window's statistics by the compiled pass: what `cache.scores` asks a worker for on a CPU."""
+"""The compiled passes that scores ask for on a CPU: here the window's statistics of `cache.scores`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from ..cache.view import LayerView
+from ..cache.worst import WorstCase
 from .compiling import Compiling
 from .kernels import load_window
+from .lengths import LengthsWorker
 from .team import Team, team_size
+from .worst import WorstWorker
 
 FEWEST_COLUMNS = 1024  # below it torch is quick enough, and nothing need be compiled
 KIND = "window"
@@ -28,6 +31,8 @@ class WindowWorker:
         self._team = Team(self._threads)
         self._module: ModuleType | None = None  # loaded for the first layer that is long enough
         self._compiling = Compiling()
+        self._worst = WorstWorker(self._team, self._compiling)
+        self._lengths = LengthsWorker(self._team, self._compiling)
 
     def fits(self, view: LayerView) -> bool:
         """Whether the layer is on a CPU and long enough."""
@@ -40,15 +45,14 @@ class WindowWorker:
         queries = view.queries.float().mul(view.scale).reshape(kv_heads, -1, head_dim)
         height, columns = queries.shape[1], module.COLUMNS
         padded = -(-n // columns) * columns
-        attention, wide_keys = torch.empty(height, padded), torch.empty(n, head_dim)
+        attention = torch.empty(height, padded)
         positions = np.empty(padded, dtype=np.int32)
         at = view.query_positions.numpy().astype(np.int64)
         scores = np.zeros((kv_heads, padded), dtype=np.float32)
         moments = np.zeros((kv_heads, height, 4), dtype=np.float32)
         shifts = np.zeros((kv_heads, padded // columns), dtype=np.float32)
         for head, length in enumerate(view.columns):
-            keys = wide_keys[:length].copy_(view.keys[head, :length])
-            torch.mm(queries[head], keys.t(), out=attention[:, :length])
+            torch.mm(queries[head], view.keys[head, :length].float().t(), out=attention[:, :length])
             positions[:length], positions[length:] = view.positions[head, :length].numpy(), _NOWHERE
             arguments = (
                 self._threads,
@@ -70,6 +74,14 @@ class WindowWorker:
         # lse * sum a - sum a z, with z relative to the row's largest logit: both terms have one sign, nothing cancels
         dispersion = float((np.log(total) * mass / total - dot / total).sum())
         return torch.from_numpy(scores[:, :n]), dispersion, float(shifts.sum(dtype=np.float64))
+
+    def worst(self, view: LayerView, reach: int) -> WorstCase | None:
+        """See `cache.worst.by_torch`, with dispersion and shift besides."""
+        return self._worst(view, reach)
+
+    def lengths(self, view: LayerView) -> Tensor | None:
+        """See `cache.projection.projected_lengths`, of all heads."""
+        return self._lengths(view)
 
 
 def make_window_pass(threads: int) -> WindowWorker | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ...errors import CakeError
 from ..policies.base import PolicyModel
-from ..scores import layer_statistics
+from ..scores import layer_moments
 from ..tuned import nearest
 
 if TYPE_CHECKING:
@@ -73,13 +73,13 @@ class CakeAllocation:
 
     def preference(self, view: LayerView, indicator: Tensor) -> float:
         """Raises `CakeError` if the layer's attention is not finite."""
-        statistics = layer_statistics(view)
-        if not (math.isfinite(statistics.dispersion) and math.isfinite(statistics.shift)):
+        dispersion, shift = layer_moments(view)
+        if not (math.isfinite(dispersion) and math.isfinite(shift)):
             raise CakeError(
                 f"the attention of layer {view.layer} is not finite: the weights are damaged or overflow their dtype; "
                 "try float32 for the option dtype"
             )
-        return preference(statistics.dispersion, statistics.shift, self.tau1, self.tau2)
+        return preference(dispersion, shift, self.tau1, self.tau2)
 
     def describe(self) -> str:
         return f"tau {self.tau1:g}/{self.tau2:g}{' (tuned)' if self.tuned else ''}"

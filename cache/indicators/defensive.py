@@ -18,17 +18,16 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from ..attention import Neighbours, before_window, empty_scores, window_attention
 from ..joined import SharedPositions
 from ..policies.base import PolicyModel
-from ..projection import projected_lengths, projected_norms
+from ..projection import value_sizes
+from ..transfer import to_device
+from ..worst import worst_case
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ..view import LayerView
-
-TILE_FLOATS = 1 << 18  # of rows of the window that are pooled at a time
 
 
 @dataclass(frozen=True)
@@ -48,16 +47,16 @@ class DefensiveIndicator:
 
     def score(self, view: LayerView) -> Tensor:
         """fp32 `[kv_heads, n]`: the score, and for protected tokens the layer's largest plus their mean attention."""
-        scores, means, protected = self._parts(view)
-        return torch.where(protected, _largest(scores) + means, scores)
+        compared, means, protected = self._parts(view)
+        return compared + means.masked_fill(~protected, 0.0)
 
     def worth(self, view: LayerView, indicator: Tensor) -> Tensor:
         """The score, and for protected tokens the layer's largest: as heads are compared by the authors."""
-        scores, _, protected = self._parts(view)
-        return torch.where(protected, _largest(scores), scores)
+        return self._parts(view)[0]
 
     def _parts(self, view: LayerView) -> tuple[Tensor, Tensor, Tensor]:
-        """Worked out once for both, each `[kv_heads, n]`: scores, mean attention, and what that protects."""
+        """Worked out once for both, each `[kv_heads, n]`: what heads are compared by, mean attention, and what that
+        protects."""
         name = f"defensivekv {self}"
         if name not in view.memo:
             view.memo[name] = self._work_out(view)
@@ -65,53 +64,47 @@ class DefensiveIndicator:
         return found
 
     def _work_out(self, view: LayerView) -> tuple[Tensor, Tensor, Tensor]:
-        scores, means = empty_scores(view), torch.zeros(view.keys.shape[:2], device=view.keys.device)
-        protected = torch.zeros(view.keys.shape[:2], dtype=torch.bool, device=view.keys.device)
-        measure = projected_lengths if self.norm == "l2" else projected_norms
-        norms = [measure(view, head) for head in range(view.keys.shape[0])]
-        shared = SharedPositions.of(view)
-        of_all = shared.mean(norms).mul_(len(norms))  # that of all heads: those that gave the token up had it too
-        for head, attention in window_attention(view):
-            length = attention.shape[2]
-            before = before_window(view, head)
-            attention.mul_(before)
-            worst = self._worst(attention, view.positions[head, :length])
-            counted = worst[before]
-            if len(counted):
-                worst = worst.clamp_min(float(counted.mean()))
-            scores[head, :length] = worst * norms[head] / of_all[shared.inverse[head]].clamp_min(1e-30)
-            mean = attention.mean((0, 1))
-            del attention  # before the next head's is made
-            window_mass = 1 - float(mean.sum())
-            means[head, :length] = mean
-            protected[head, self._protected(mean, window_mass, view.window)] = True
-        return scores, means, protected
+        norms = value_sizes(view, self.norm)
+        of_all = _over_heads(view, norms)
+        found = worst_case(view, self.pool)
+        before = view.positions < view.window_start
+        ends = None if view.lengths is None else to_device(list(view.lengths), view.keys.device, torch.int64)[:, None]
+        if ends is not None:
+            before &= torch.arange(view.keys.shape[1], device=ends.device) < ends
+        average = (found.worst * before).sum(1, keepdim=True) / before.sum(1, keepdim=True).clamp_min(1)
+        scores = torch.maximum(found.worst, average).mul_(norms).div_(of_all.clamp_min(1e-30))
+        if ends is not None:
+            scores.masked_fill_(torch.arange(view.keys.shape[1], device=ends.device) >= ends, float("-inf"))
+        protected = self._protected(found.mean, view.window)
+        return torch.where(protected, _largest(scores), scores), found.mean, protected
 
-    def _worst(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """`[length]`: the largest of the pooled rows `[group, r, length]`, each scaled back to its own mass."""
-        near = Neighbours(positions, self.pool // 2)
-        worst = torch.zeros(rows.shape[-1], device=rows.device)
-        every = rows.flatten(0, 1)
-        # a third at a time: in order, summed and masked they take no more than the rows themselves
-        size = max(1, min(len(every) // 3, TILE_FLOATS // every.shape[1]))
-        for some in torch.split(every, size):
-            pooled = near.sums(near.ordered(some))
-            mass = some.sum(-1, keepdim=True) / pooled.sum(-1, keepdim=True).clamp_min(1e-30)
-            torch.maximum(worst, pooled.mul_(mass).amax(0), out=worst)
-        return near.restored(worst)
-
-    def _protected(self, mean: Tensor, window_mass: float, window: int) -> Tensor:
-        """Indices of the tokens that hold the mass."""
-        ordered, order = mean.sort(descending=True)
-        share = ordered.cumsum(0) / ordered.sum().clamp_min(1e-30)
-        count = int((share < self.mass - window_mass).sum())
-        return order[: min(count, max(0, self.budget - window))]
+    def _protected(self, mean: Tensor, window: int) -> Tensor:
+        """bool `[kv_heads, n]`: the tokens of each head that hold the mass of its mean attention `[kv_heads, n]`."""
+        protected = torch.zeros(mean.shape, dtype=torch.bool, device=mean.device)
+        room = min(max(0, self.budget - window), mean.shape[1])
+        if room:
+            total = mean.sum(1, keepdim=True)
+            best, columns = mean.topk(room, dim=1)
+            share = best.cumsum(1) / total.clamp_min(1e-30)
+            count = (share < self.mass - (1 - total)).sum(1, keepdim=True)
+            protected.scatter_(1, columns, torch.arange(room, device=mean.device) < count)
+        return protected
 
     def describe(self) -> str:
         return f"pool {self.pool} mass {self.mass:g} norm {self.norm}"
 
 
+def _over_heads(view: LayerView, norms: Tensor) -> Tensor:
+    """`[1, n]` or `[kv_heads, n]`: the sum over all heads; those that gave the token up had it too."""
+    kv_heads = norms.shape[0]
+    if view.lengths is None and bool((view.positions == view.positions[0]).all()):
+        return norms.sum(0, keepdim=True)
+    shared = SharedPositions.of(view)
+    mean = shared.mean([row[:length] for row, length in zip(norms, view.columns, strict=True)])
+    return shared.spread(view, mean.mul_(kv_heads))
+
+
 def _largest(scores: Tensor) -> Tensor:
     """The largest finite score, NaN if there is none."""
-    finite = scores[scores.isfinite()]
-    return finite.max() if len(finite) else torch.full((), float("nan"), device=scores.device)
+    largest = scores.masked_fill(~scores.isfinite(), float("-inf")).max()
+    return torch.where(largest.isfinite(), largest, float("nan"))

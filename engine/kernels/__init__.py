@@ -32,6 +32,7 @@ SOURCES = (
     "digits",
     "embedding",
     "int4",
+    "lengths",
     "matvec",
     "newcomers",
     "packed_rows",
@@ -45,6 +46,7 @@ SOURCES = (
     "tiles",
     "vectors",
     "window",
+    "worst",
 )
 
 
@@ -56,6 +58,16 @@ def load_step() -> ModuleType:
 def load_window() -> ModuleType:
     """The module with `window_pass`, likewise."""
     return _load("window")
+
+
+def load_worst() -> ModuleType:
+    """The module with `worst_pass`, likewise."""
+    return _load("worst")
+
+
+def load_lengths() -> ModuleType:
+    """The module with `lengths_pass`, likewise."""
+    return _load("lengths")
 
 
 def load_short() -> ModuleType:

@@ -23,7 +23,7 @@ TOP, TOTAL, MASS, DOT = range(4)
 _HIDDEN = -1e30  # as in cache/scores.py
 
 
-class _Masks(Vectors):
+class Masks(Vectors):
     """Vectors compared by position."""
 
     def every(self, number: Any) -> Any:
@@ -38,6 +38,44 @@ class _Masks(Vectors):
         return self.builder.load(self.at(address, offset, WORDS), align=4)
 
 
+def emit_row(make: Masks, args: Any, links: Any = None) -> None:
+    """The code of `row_moments`. With `links`, an address of fp32 `[count]`, the line keeps only the weights of columns
+    below `counted`, zeros elsewhere, and `out` gets the sum of these times their links besides."""
+    builder = make.builder
+    line, where, columns, newest, oldest, counted, target = args
+    newest, oldest, counted = make.every(newest), make.every(oldest), make.every(counted)
+    zeros, hidden_logit = ir.Constant(REALS, None), ir.Constant(REALS, [_HIDDEN] * WIDTH)
+    best = cgutils.alloca_once_value(builder, hidden_logit)
+    blocks = builder.lshr(columns, make.constant(4))
+    with cgutils.for_range(builder, blocks) as loop:
+        at = builder.shl(loop.index, make.constant(6))
+        position = make.words(where, at)
+        hidden = builder.or_(builder.icmp_signed(">", position, newest), builder.icmp_signed("<=", position, oldest))
+        logit = builder.select(hidden, hidden_logit, make.load(line, at, 4))
+        builder.store(logit, make.at(line, at, REALS), align=4)
+        builder.store(make.of_reals("maxnum", builder.load(best), logit), best)
+    kind = ir.FunctionType(REAL, [REALS])
+    reduce = cgutils.get_or_insert_function(builder.module, kind, "llvm.vector.reduce.fmax.v16f32")
+    top = builder.call(reduce, [builder.load(best)])
+    base = make.splat(top)
+    total, mass, dot, linked = (cgutils.alloca_once_value(builder, zeros) for _ in range(4))
+    with cgutils.for_range(builder, blocks) as loop:
+        at = builder.shl(loop.index, make.constant(6))
+        below = builder.fsub(make.load(line, at, 4), base)
+        weight = make.exponential(below)
+        counts = builder.icmp_signed("<", make.words(where, at), counted)
+        own = builder.select(counts, weight, zeros)
+        builder.store(weight if links is None else own, make.at(line, at, REALS), align=4)
+        builder.store(builder.fadd(builder.load(total), weight), total)
+        builder.store(builder.fadd(builder.load(mass), own), mass)
+        builder.store(make.fused(own, below, builder.load(dot)), dot)
+        if links is not None:
+            builder.store(make.fused(own, make.load(links, at, 4), builder.load(linked)), linked)
+    sums = [total, mass, dot] if links is None else [total, mass, dot, linked]
+    for place, number in enumerate([top, *(make.total(builder.load(part)) for part in sums)]):
+        builder.store(number, make.at(target, make.constant(4 * place), REAL))
+
+
 @intrinsic
 def row_moments(
     typingctx: Any, logits: Any, positions: Any, count: Any, newest: Any, oldest: Any, counted: Any, out: Any
@@ -49,39 +87,7 @@ def row_moments(
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        make = _Masks(builder)
-        line, where, columns, newest, oldest, counted, target = args
-        newest, oldest, counted = make.every(newest), make.every(oldest), make.every(counted)
-        zeros, hidden_logit = ir.Constant(REALS, None), ir.Constant(REALS, [_HIDDEN] * WIDTH)
-        best = cgutils.alloca_once_value(builder, hidden_logit)
-        blocks = builder.lshr(columns, make.constant(4))
-        with cgutils.for_range(builder, blocks) as loop:
-            at = builder.shl(loop.index, make.constant(6))
-            position = make.words(where, at)
-            hidden = builder.or_(
-                builder.icmp_signed(">", position, newest), builder.icmp_signed("<=", position, oldest)
-            )
-            logit = builder.select(hidden, hidden_logit, make.load(line, at, 4))
-            builder.store(logit, make.at(line, at, REALS), align=4)
-            builder.store(make.of_reals("maxnum", builder.load(best), logit), best)
-        kind = ir.FunctionType(REAL, [REALS])
-        reduce = cgutils.get_or_insert_function(builder.module, kind, "llvm.vector.reduce.fmax.v16f32")
-        top = builder.call(reduce, [builder.load(best)])
-        base = make.splat(top)
-        total, mass, dot = (cgutils.alloca_once_value(builder, zeros) for _ in range(3))
-        with cgutils.for_range(builder, blocks) as loop:
-            at = builder.shl(loop.index, make.constant(6))
-            below = builder.fsub(make.load(line, at, 4), base)
-            weight = make.exponential(below)
-            builder.store(weight, make.at(line, at, REALS), align=4)
-            builder.store(builder.fadd(builder.load(total), weight), total)
-            counts = builder.icmp_signed("<", make.words(where, at), counted)
-            own = builder.select(counts, weight, zeros)
-            builder.store(builder.fadd(builder.load(mass), own), mass)
-            builder.store(make.fused(own, below, builder.load(dot)), dot)
-        sums = [top, *(make.total(builder.load(part)) for part in (total, mass, dot))]
-        for place, number in enumerate(sums):
-            builder.store(number, make.at(target, make.constant(4 * place), REAL))
+        emit_row(Masks(builder), args)
         return context.get_dummy_value()
 
     return types.void(*(types.int64,) * 7), codegen
@@ -109,7 +115,7 @@ def column_moments(
     vectors = COLUMNS // WIDTH
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        make = _Masks(builder)
+        make = Masks(builder)
         base, step, scale, count, heads, gamma, where, counted, target = args
         zeros = ir.Constant(REALS, None)
         size = builder.sitofp(count, REAL)

@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from cake_infer.cache import row_order as module
 from cake_infer.cache.row_order import row_order
 
 
@@ -82,3 +83,14 @@ def test_keeping_more_than_there_is_is_refused() -> None:
     for lengths, keep in ((None, 6), ((5, 3), 4), ((5, 3), (5, 4)), (None, (1, 2, 3))):
         with pytest.raises(ValueError, match="cannot keep"):
             row_order(indicator, positions, 5, lengths, keep)
+
+
+def test_torch_orders_rows_on_a_device_as_numpy_does_on_a_cpu() -> None:
+    rng = random.Random(9)
+    for _ in range(100):
+        heads, n = rng.randint(1, 3), rng.randint(1, 40)
+        indicator, positions = random_rows(rng, heads, n)
+        valid = [rng.randint(0, n) for _ in range(heads)]
+        most, start = rng.randint(0, min(valid)), rng.choice([0, 2 * n, 5 * n])
+        on_cpu = module._on_cpu(indicator.numpy(), positions.numpy(), start, valid, most)
+        assert torch.equal(on_cpu, module._on_device(indicator, positions, start, valid, most))
