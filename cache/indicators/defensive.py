@@ -72,7 +72,8 @@ class DefensiveIndicator:
         if ends is not None:
             before &= torch.arange(view.keys.shape[1], device=ends.device) < ends
         average = (found.worst * before).sum(1, keepdim=True) / before.sum(1, keepdim=True).clamp_min(1)
-        scores = torch.maximum(found.worst, average).mul_(norms).div_(of_all.clamp_min(1e-30))
+        # the ratio first: that of heads that alone hold tokens is exact then, and so are ties between these
+        scores = torch.maximum(found.worst, average).mul_(norms / of_all.clamp_min(1e-30))
         if ends is not None:
             scores.masked_fill_(torch.arange(view.keys.shape[1], device=ends.device) >= ends, float("-inf"))
         protected = self._protected(found.mean, view.window)
