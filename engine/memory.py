@@ -95,12 +95,14 @@ def plan_run(
     device: torch.device | str = "cpu",
     batch: int = 1,
     conversation: int | None = None,
+    compiled: bool = True,
 ) -> Plan:
     """The peak of reading one prompt and writing one reply on an engine that holds nothing yet.
 
     `weights` bytes of matrices in the dtype `stored`. `batch`: so many such prompts are decoded together, as far as
     `kv_memory` has room for them. `conversation`: the most tokens of one, of which this is the second turn, after one
-    of the same size. Raises BudgetError where the budget is below its minimum.
+    of the same size. compiled: by compiled passes where numba is installed, as with every step but eager.
+    Raises BudgetError where the budget is below its minimum.
     """
     target = torch.device(device)
     layout, hold = planned_layout(config, cache, stored, target), cache.spare
@@ -143,6 +145,7 @@ def plan_run(
             prompt_tokens=columns,
             chunk=min(chunk, prompt_tokens),
             device=target,
+            compiled=compiled,
         ),
         products=product_bytes(config, min(chunk, prompt_tokens)) if target.type == "cpu" else 0,
         undo=0 if conversation is None else 2 * (rows * kept_bytes(layout, held, marks=True) + ring),
@@ -238,6 +241,7 @@ def working_bytes(
     prompt_tokens: int,
     chunk: int,
     device: torch.device,
+    compiled: bool = True,
 ) -> int:
     """Bytes of one chunk's attention or of one layer's statistics, whichever is more, and of what lives beside both."""
     item, queries = layout.staging_dtype.itemsize, config.num_heads * config.head_dim
@@ -256,7 +260,7 @@ def working_bytes(
     window, group = min(cache.window, prompt_tokens), config.num_heads // config.num_kv_heads
     attended = group * window * prompt_tokens
     rows = config.num_kv_heads * prompt_tokens
-    compiled = (
+    compiled &= (
         device.type == "cpu" and prompt_tokens >= FEWEST_COLUMNS and importlib.util.find_spec("numba") is not None
     )
     if compiled:

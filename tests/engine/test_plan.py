@@ -124,6 +124,7 @@ def planned(engine: Engine, prompt_tokens: int, new_tokens: int, batch: int = 1)
         new_tokens=new_tokens,
         chunk=engine.chunk,
         batch=batch,
+        compiled=step_for(engine.cache) != "eager",
     )
 
 
