@@ -207,7 +207,8 @@ class Arena:
         if order is not None:  # one gather for all heads: few launches matter on a GPU
             columns = staged.keys.shape[1]
             starts = torch.arange(0, columns * len(lengths), columns, device=order.device)[:, None]
-            chosen = torch.cat([row[:length] for row, length in zip(order + starts, lengths, strict=True)])
+            best = order[:, : max(lengths)] + starts
+            chosen = torch.cat([row[:length] for row, length in zip(best, lengths, strict=True)])
             self._gather(staged.keys.flatten(0, 1), chosen, self.keys[kept])
             self._gather(staged.values.flatten(0, 1), chosen, self.values[kept])
             torch.index_select(staged.position.flatten(), 0, chosen, out=self.position[kept])

@@ -49,6 +49,8 @@ def _on_device(indicator: Tensor, positions: Tensor, window_start: int, valid: S
         columns = torch.arange(key.shape[1], device=key.device)
         ends = to_device(valid, key.device, torch.int64)[:, None]
         key.masked_fill_(columns >= ends, torch.iinfo(torch.int64).min)
+    if key.is_cuda and most == key.shape[1]:  # no two of those that are kept are equal
+        return key.sort(dim=1, descending=True).indices
     return key.topk(most, dim=1, sorted=True).indices
 
 

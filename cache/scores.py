@@ -14,6 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from .row_order import row_order
 from .transfer import to_device
 from .view import LayerView, is_in_order
 
@@ -95,7 +96,11 @@ def window_moments(view: LayerView, gamma: float) -> tuple[Tensor, float, float]
 
 
 def device_statistics(view: LayerView, gamma: float, pool: int) -> CakeStatistics:
-    """`cake_statistics` by Triton kernels, in any order of columns; the device is waited for once, at the end."""
+    """`cake_statistics` by Triton kernels, in any order of columns; the device is waited for once, at the end.
+
+    What is asked of a layer's scores afterwards is worked before that, so that the device need not wait for the host:
+    the memo gets their `order` (see `row_order`, of all columns), and `numbers` where they are that.
+    """
     from .device_statistics import column_scores
 
     score, sums = column_scores(view, gamma)
@@ -107,10 +112,16 @@ def device_statistics(view: LayerView, gamma: float, pool: int) -> CakeStatistic
         absent = torch.arange(n, device=device) >= ends
         positions = positions.masked_fill(absent, torch.iinfo(torch.int32).max)
         score.masked_fill_(absent, 0.0)
-    indicator = pool_neighbours(score, positions, pool).masked_fill_(positions >= view.window_start, math.inf)
+    near = None if view.ordered else positions
+    indicator = pool_neighbours(score, near, pool).masked_fill_(positions >= view.window_start, math.inf)
     if ends is not None:
         indicator.masked_fill_(absent, -math.inf)
-    dispersion, shift = sums.tolist()
+    order = row_order(indicator, view.positions, view.window_start, view.columns, view.columns)
+    good = torch.isnan(indicator).logical_not_().all()
+    dispersion, shift, numbers = torch.cat([sums, good.double()[None]]).tolist()
+    view.memo["order"] = (indicator, order)
+    if numbers:
+        view.memo["numbers"] = indicator
     return CakeStatistics(indicator, dispersion, shift)
 
 

@@ -48,7 +48,9 @@ class LayerView:
     head_dim, head_dim]`: of the new tokens' queries before rotation, without the text's first 4. rotation: cosines and
     sines `[m, head_dim / 2]` of positions `[m]`. hidden_states: `[new, hidden]`, normed. hidden_similarity: mean cosine
     of the hidden states before and after attention. token_ids: int64 `[total]`. separators: ids that end a clause.
-    memo: what indicator and allocation of one policy share. window_pass: a faster twin of `scores.window_moments`.
+    memo: what indicator and allocation of one policy share. ordered: whether the columns of every head are known to be
+    positions 0, 1, .., n - 1, which a GPU would have to be asked. window_pass: a faster twin of
+    `scores.window_moments`.
     """
 
     layer: int
@@ -75,6 +77,7 @@ class LayerView:
     token_ids: Tensor | None = None
     separators: frozenset[int] | None = None
     window_pass: WindowPass | None = None
+    ordered: bool = False
     memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -96,6 +99,8 @@ class LayerView:
 def is_in_order(view: LayerView) -> bool:
     """Whether the columns of every head are positions 0, 1, .., n - 1: the prefill of a whole prompt."""
     n = view.keys.shape[1]
+    if view.ordered:
+        return True
     if n != view.total or any(length != n for length in view.columns):
         return False
     return bool((view.positions == torch.arange(n, device=view.positions.device)).all())

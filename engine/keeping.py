@@ -53,7 +53,9 @@ def deal(staged: Staged, view: LayerView, scored: LayerScore, cascade: Cascade, 
 
 def chosen_from(staged: Staged, view: LayerView, scored: LayerScore) -> Chosen:
     """The order that a layer's scores give."""
-    return Chosen(scored, staged, view.total - view.window, min(view.window, view.total))
+    indicator, order = view.memo.get("order", (None, None))
+    whole = order if indicator is scored.indicator else None
+    return Chosen(scored, staged, view.total - view.window, min(view.window, view.total), whole)
 
 
 def fold_tails(arena: Arena, layer: int, lengths: list[int], window_start: int, merge: Merge) -> None:
@@ -104,13 +106,18 @@ def put_back(arena: Arena, layer: int, head: int, row: Tokens) -> None:
 
 
 class Chosen:
-    """The order in which a staged layer's columns are kept, made anew only where more are asked for than before."""
+    """The order in which a staged layer's columns are kept, made anew only where more are asked for than before.
 
-    def __init__(self, scored: LayerScore, staged: Staged, window_start: int, floor: int) -> None:
+    whole: that of all columns, where it has been worked already.
+    """
+
+    def __init__(
+        self, scored: LayerScore, staged: Staged, window_start: int, floor: int, whole: Tensor | None = None
+    ) -> None:
         self.indicator, self.worth = scored.indicator, scored.worth
         self.staged, self.window_start, self.floor = staged, window_start, floor
-        self._order: Tensor | None = None
-        self._asked: list[int] = []
+        self._order = whole
+        self._asked = [] if whole is None else list(staged.lengths)
 
     def order(self, lengths: list[int]) -> Tensor:
         """int64 `[kv_heads, >= max(lengths)]`: columns, the most worth keeping first."""
@@ -122,7 +129,7 @@ class Chosen:
     def rank(self, limit: int) -> list[np.ndarray]:
         """Per head the scores of its best columns before the window, at most `limit`, best first."""
         lengths = [min(length, self.floor + limit) for length in self.staged.lengths]
-        order = self.order(lengths)[:, self.floor :].clamp_min(0)
+        order = self.order(lengths)[:, self.floor : max(lengths)].clamp_min(0)
         ranked = (self.indicator if self.worth is None else self.worth).gather(1, order).cpu().numpy()
         rows = [row[: length - self.floor] for row, length in zip(ranked, lengths, strict=True)]
         if self.worth is None or all((row[1:] <= row[:-1]).all() for row in rows):

@@ -68,6 +68,7 @@ def layer_view(
         total=piece.total,
         lengths=None if staged.agree else staged.lengths,
         first=piece.first,
+        ordered=piece.first == 0 and not any(staged.held),
         values=staged.values if "values" in needs else None,
         # a reply's tokens were written without a score, and may lie where another token's score still is
         carried=staged.score.masked_fill(staged.position >= sequence.read, 0.0) if "carried" in needs else None,

@@ -87,6 +87,8 @@ class ComposedPolicy:
 
 def has_nan(indicator: Tensor, view: LayerView) -> bool:
     """Whether a valid column's score is not a number."""
+    if view.memo.get("numbers") is indicator:
+        return False
     found = torch.isnan(indicator)
     if view.lengths is not None:  # one answer for all heads: a GPU is waited for once
         ends = to_device(view.lengths, found.device, torch.int64)[:, None]

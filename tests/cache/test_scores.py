@@ -468,6 +468,36 @@ def test_kernels_take_pieces_of_several_blocks_and_strided_keys(kernels, monkeyp
     assert_equals_rendering(replace(view, keys=store[:, 5:195]), worked=kernels)
 
 
+@pytest.mark.parametrize("kept", [None, [30, 3]])
+def test_kernels_work_the_order_of_all_columns_before_they_wait(kernels, kept):
+    view = make_view(n=100) if kept is None else with_gaps(make_view(n=100), kept)
+    statistics = kernels(view, GAMMA, POOL)
+    indicator, order = view.memo["order"]
+    assert indicator is statistics.indicator is view.memo["numbers"]
+    for head, length in enumerate(view.columns):
+        scores, positions = indicator[head, :length].tolist(), view.positions[head, :length].tolist()
+        in_window = [position >= view.window_start for position in positions]
+        best = sorted(
+            range(length), key=lambda i: (not in_window[i], 0.0 if in_window[i] else -scores[i], positions[i])
+        )
+        assert order[head, :length].tolist() == best
+        assert (order[head, length:] == -1).all()
+
+
+def test_kernels_do_not_say_that_scores_are_numbers_where_one_is_none(kernels):
+    view = make_view(n=100)
+    view.keys[1, 7] = math.nan
+    statistics = kernels(view, GAMMA, POOL)
+    assert "numbers" not in view.memo
+    assert statistics.indicator.isnan().any()
+
+
+def test_columns_that_are_known_to_be_in_order_are_pooled_as_they_are(kernels):
+    view = make_view(n=100)
+    known, asked = kernels(replace(view, ordered=True, memo={}), GAMMA, POOL), kernels(view, GAMMA, POOL)
+    assert torch.equal(known.indicator, asked.indicator)
+
+
 def test_kernels_give_exactly_0_for_identical_queries(kernels):
     view = make_view(n=120)
     view.queries[:] = view.queries[:, :1]

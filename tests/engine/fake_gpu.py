@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 GPU = "cuda:0"
@@ -191,6 +191,13 @@ def _numpy(tensor: Tensor, **_: Any) -> np.ndarray:
     return np.ones(tuple(tensor.shape), dtype=NUMPY[tensor.dtype])
 
 
+def _listed(watch: Watch, tensor: Tensor) -> Any:
+    """All numbers of a tensor, which come in one copy."""
+    if tensor.is_cuda:
+        watch.wait("a number is read")
+    return np.full(tuple(tensor.shape), 1.0 if tensor.is_floating_point() else 3).tolist()
+
+
 @contextlib.contextmanager
 def fake_gpu(patch: pytest.MonkeyPatch) -> Iterator[Watch]:
     """Everything inside is done on a device that is not there; tensors are made there by the device `GPU`."""
@@ -213,6 +220,7 @@ def fake_gpu(patch: pytest.MonkeyPatch) -> Iterator[Watch]:
         patch.setattr(kind, "__getitem__", lambda self, grid: lambda *a, **k: self.run(*a, grid=grid, **k))
     patch.setattr(Tensor, "pin_memory", _pinned)
     patch.setattr(Tensor, "numpy", _numpy)
+    patch.setattr(FakeTensor, "tolist", lambda self: _listed(watch, self))
     patch.setattr(torch.cuda, "empty_cache", lambda: None)
     patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     patch.setattr(torch.cuda, "mem_get_info", lambda *_: (1 << 40, 1 << 40))

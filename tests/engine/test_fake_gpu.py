@@ -159,19 +159,22 @@ def test_a_batch_waits_for_the_device_only_while_somebody_is_read(watch, cache):
     assert steps > 36
 
 
-def test_reading_with_cake_waits_for_two_answers_of_each_layer(watch):
+@pytest.mark.parametrize("turns", [0, 1])
+def test_reading_with_cake_waits_once_for_each_layer(watch, turns):
     waits = []
     for layers in (2, 4):
         runner = make_runner({"num_hidden_layers": layers}, **CACHES["grow"])
         ids = [4 + i % 50 for i in range(70)]
         sequence = Sequence()
+        for _ in range(turns):
+            for _ in read(runner, sequence, 40, 3):
+                pass
         limit = runner.prepare(sequence, len(ids), 5)
         watch.waits.clear()
         runner.feed(sequence, ids, limit)
         waits.append(watch.waits["a number is read"])
         assert watch.waits.total() - watch.waits["a number is read"] <= 2, "ids and frequencies of a prompt"
-    # dispersion and shift, which one real copy brings, and whether the scores are numbers
-    assert waits[1] - waits[0] == 2 * 3
+    assert waits[1] - waits[0] == 2, "dispersion, shift and whether the scores are numbers, in one copy"
 
 
 def test_a_long_prompt_makes_no_array_of_tokens_by_tokens(watch):
@@ -190,7 +193,8 @@ def test_a_long_prompt_makes_no_array_of_tokens_by_tokens(watch):
         assert peaks[1] < 4096 * 4096, "bytes for each token, however many there are"
 
 
-@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy not in ("full", "gate")])  # of a file
+# gate is made of a file, and the shapes of nexus hang on numbers that are not there
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy not in ("full", "gate", "nexus")])
 def test_every_policy_reads_a_conversation_on_the_device(watch, policy, monkeypatch):
     # ranks, which are numbers that are not there, come to the host there
     monkeypatch.setattr(critical, "two_stage_places", lambda first, second, share: list(range(len(first))))
