@@ -61,7 +61,7 @@ class WorstWorker:
                 shifts[head],
             )
             what = "the pass over the window's attention"
-            self._compiling.ensure(KIND, module.worst_pass, arguments, what=what, seconds=4)
+            self._compiling.ensure(KIND, module.worst_pass, arguments, what=what, seconds=3)
             self._team.run(module.worst_pass, *arguments)
             own.restore(worst[head].numpy())
             own.restore(means[head].numpy())
