@@ -73,9 +73,8 @@ class DeviceState:
         """
         assert sequence.rotary is not None, "decoding follows a prefill"
         self.place(row, tables)
-        self.position[row].fill_(
-            sequence.total
-        )  # goes with the launch: `table[row] = number` would be copied, and wait
+        # a fill goes with the launch: `table[row] = number` would be copied, and wait
+        self.position[row].fill_(sequence.total)
         self.token[row].fill_(token)
         self.frequencies[row] = sequence.rotary.inverse_frequencies
         self.attention_factor[row].fill_(sequence.rotary.attention_factor)

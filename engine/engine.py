@@ -67,11 +67,12 @@ class Engine:
         defaults: dict[str, object],
         random_weights: bool = False,
         weights_seed: int = 0,
+        step: str = "auto",
     ) -> None:
         self.model_path, self.config, self.tokenizer, self.template = model_path, config, tokenizer, template
         self.cache, self.context, self.chunk, self.device, self.dtype = cache, context, chunk, device, dtype
         self.quant, self.defaults, self.random_weights = quant, defaults, random_weights
-        self.weights_seed = weights_seed
+        self.weights_seed, self.step = weights_seed, step
         self.load_s = 0.0
         self.one_prompt = False  # set by `before_weights` where no second one will follow
         self._runner: Runner | None = None

@@ -173,6 +173,7 @@ def load_engine(
         defaults=generation_defaults(path),
         random_weights=random_weights,
         weights_seed=weights_seed,
+        step=options.step,
     )
     if before_weights is not None:
         before_weights(engine)

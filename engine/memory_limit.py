@@ -82,5 +82,6 @@ def free_for_arena(engine: Engine, longest: int, available: Available | None) ->
         new_tokens=1,
         chunk=engine.chunk,
         device=engine.device,
+        compiled=engine.step != "eager",
     )
     return int(NEAR_LIMIT * available.bytes) - plan.transient - plan.products

@@ -56,6 +56,7 @@ def plan_pieces(
     context: int,
     conversation: bool = False,
     device: torch.device | str = "cpu",
+    compiled: bool = True,
 ) -> Plan:
     """The peak of reading one prompt in pieces and writing one reply, see `plan_run`.
 
@@ -72,6 +73,7 @@ def plan_pieces(
             chunk=chunk,
             device=device,
             conversation=context if conversation else None,
+            compiled=compiled,
         )
     target = torch.device(device)
     layout = planned_layout(config, cache, stored, target)
@@ -89,11 +91,19 @@ def plan_pieces(
         new_tokens=new_tokens,
         chunk=chunk,
         device=device,
+        compiled=compiled,
     )
     size = piece_arena(layout, fixed, budget=budget, piece=piece, new_tokens=new_tokens)
     before = 2 * budget  # columns in front of a piece, which are voted on but have no angles or hidden states
     working = working_bytes(
-        config, fixed, layout, budget=budget, prompt_tokens=before + piece, chunk=min(chunk, piece), device=target
+        config,
+        fixed,
+        layout,
+        budget=budget,
+        prompt_tokens=before + piece,
+        chunk=min(chunk, piece),
+        device=target,
+        compiled=compiled,
     )
     arena = arena_bytes(layout, size)
     if cache.kv_memory is not None:  # then it is made as it turns out to be needed
@@ -130,6 +140,7 @@ def plan_reply(
         context=engine.context,
         conversation=conversation,
         device=engine.device,
+        compiled=engine.step != "eager",
     )
 
 
